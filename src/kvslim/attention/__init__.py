@@ -1,0 +1,1 @@
+"""Attention over {sinks, packed blocks, tail, current chunk}, merged by log-sum-exp."""

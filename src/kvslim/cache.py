@@ -1,0 +1,206 @@
+"""LayerCache: the pipeline of one layer, free of any framework. Append, attend, settle."""
+
+from __future__ import annotations
+
+import torch
+
+from kvslim.attention.reference import Score, attend
+from kvslim.codecs.none import NoneCodec
+from kvslim.codecs.side import SidePacker
+from kvslim.errors import InputError, RecipeError, StateError
+from kvslim.layout import STORAGE, is_token_wise
+from kvslim.recipe import Recipe
+from kvslim.store.layer import LayerStore
+from kvslim.store.table import BlockTable
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_FP16_MAX = 65504.0
+
+
+class LayerCache:
+    """Packed keys and values of one attention layer.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    layer : int
+        Index of the layer in the model; named in errors, selects per-layer overrides.
+    table : BlockTable
+        Shared by the layers of a cache.
+    """
+
+    def __init__(self, recipe: Recipe, layer: int, table: BlockTable):
+        self.recipe, self.layer, self.table = recipe, layer, table
+        self.store: LayerStore | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.largest_chunk = 0  # bytes of the largest chunk that was dense at once
+
+    @property
+    def length(self) -> int:
+        """Columns stored, padding included, the chunk whose attention is not done yet left out."""
+        return 0 if self.store is None else self.store.length
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Hold a chunk until `attend` is called.
+
+        Parameters
+        ----------
+        key, value : Tensor of shape (batch, kv_heads, chunk, head_dim)
+
+        Raises
+        ------
+        InputError
+            NaN or Inf, or a shape, dtype or batch that does not fit what is stored; nothing has changed then.
+        StateError
+            Autograd is on for these tensors, or the previous chunk was never attended to.
+        """
+        self._check(key, value)
+        if self.store is None:
+            self.store = self._build(key, value)
+        if not self.store.rows:
+            self.table_rows(key.shape[0])
+            self.store.start(key.shape[0])
+        self.pending = key, value
+        self.largest_chunk = max(self.largest_chunk, key.nbytes + value.nbytes)
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, score: Score, *, causal: bool = True) -> torch.Tensor:
+        """Attention of the pending chunk over everything, then seal what left the recent window.
+
+        Shapes as in `kvslim.attention.reference.attend`.
+        """
+        chunk, store = self._chunk()
+        self._check_mask(mask, chunk[0].shape[2])
+        out = attend(query, store, chunk, mask, score, causal=causal)
+        self.settle(query, mask)
+        return out
+
+    def settle(self, query: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Take in the pending chunk, whose attention is done: sinks first, then the tail; seal what left the window."""
+        chunk, store = self._chunk()
+        self.pending = None
+        store.settle(*chunk, query, real_columns(mask, chunk[0].shape[2]))
+
+    def _chunk(self) -> tuple[tuple[torch.Tensor, torch.Tensor], LayerStore]:
+        if self.pending is None or self.store is None:
+            raise StateError(f"layer {self.layer}: no chunk is waiting; call append() first")
+        return self.pending, self.store
+
+    def table_rows(self, rows: int) -> None:
+        """Start the shared table where this is the first layer to hold tokens."""
+        if not self.table.rows:
+            self.table.start(rows)
+
+    def _build(self, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
+        model_dtype = DTYPE_NAMES[key.dtype]
+        packers, dtypes = [], []
+        for side, states in zip(self.recipe.sides(self.layer), (key, value), strict=True):
+            packer = SidePacker(side, states.shape[-1], self.recipe.block, model_dtype)
+            if self.recipe.immediate and not is_token_wise(packer.layout):
+                raise RecipeError(
+                    f"layer {self.layer}: '{side}' has block statistics, so tokens cannot be packed one by one; "
+                    "drop 'immediate' or use a codec with token scales"
+                )
+            exact = self.recipe.exact
+            if exact == "auto":
+                exact = "fp16" if model_dtype == "fp32" and not isinstance(packer.codec, NoneCodec) else model_dtype
+            packers.append(packer)
+            dtypes.append(STORAGE[exact])
+        return LayerStore(
+            (packers[0], packers[1]),
+            self.table,
+            kv_heads=key.shape[1],
+            head_dims=(key.shape[-1], value.shape[-1]),
+            sinks=self.recipe.sinks,
+            recent=self.recipe.recent,
+            immediate=self.recipe.immediate,
+            dtypes=(dtypes[0], dtypes[1]),
+            device=key.device,
+        )
+
+    def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        if key.dtype not in DTYPE_NAMES:
+            raise InputError(f"layer {self.layer}: keys are {key.dtype}; use float16, bfloat16 or float32")
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise StateError(
+                f"layer {self.layer}: a packed cache does not carry gradients; run under torch.no_grad() or generate()"
+            )
+        for name, states in (("keys", key), ("values", value)):
+            if not bool(torch.isfinite(states).all()):
+                row, _, token, _ = (~torch.isfinite(states)).nonzero()[0].tolist()
+                raise InputError(
+                    f"layer {self.layer}: {name} contain NaN or Inf at position {self.length + token} of sequence {row}; "
+                    "the cache is as before. Look for overflow in the model (fp16 activations?)"
+                )
+            limit = float(states.abs().amax()) if states.numel() else 0.0
+            if key.dtype == torch.float32 and self.recipe.exact in ("auto", "fp16") and limit > _FP16_MAX:
+                raise InputError(
+                    f"layer {self.layer}: {name} reach {limit:.3g}, past fp16's {_FP16_MAX:.0f}; add '+exact=fp32' to the recipe"
+                )
+        store = self.store
+        if store is None or not store.rows:
+            return
+        want = (len(store.rows), store.kv_heads, store.head_dims[0], store.head_dims[1], store.device)
+        got = (key.shape[0], key.shape[1], key.shape[-1], value.shape[-1], key.device)
+        if want != got:
+            raise InputError(
+                f"layer {self.layer}: (batch, kv_heads, key dim, value dim, device) is {got}, the cache holds {want}; "
+                "use a new cache for another model or batch"
+            )
+
+    def _check_mask(self, mask: torch.Tensor | None, chunk: int) -> None:
+        if mask is None:
+            return
+        store = self.store
+        assert store is not None
+        if mask.shape[-1] != store.length + chunk:
+            raise InputError(
+                f"layer {self.layer}: the attention mask has {mask.shape[-1]} columns, "
+                f"the cache and the chunk have {store.length} + {chunk}"
+            )
+        for index, row in enumerate(store.rows):
+            for start, stop in row.holes:
+                if bool(_is_visible(mask[index, ..., start:stop]).any()):
+                    raise InputError(
+                        f"layer {self.layer}: columns {start}-{stop - 1} of sequence {index} were padding when they came "
+                        "and are not stored, but the attention mask now shows them; keep padding hidden"
+                    )
+
+    # -- operations; the table is the caller's, because all layers share it ------------------------------------------
+
+    def crop(self, length: int) -> list[int]:
+        """Keep the first `length` columns; returns the packed tokens that each row keeps."""
+        self.pending = None
+        return [] if self.store is None else self.store.crop(length)
+
+    def pick(self, order: list[int]) -> None:
+        """Make sequence ``i`` what sequence ``order[i]`` was."""
+        if self.store is not None:
+            self.store.pick(order)
+
+    def fork(self, table: BlockTable) -> LayerCache:
+        """Return a layer with the same tokens that shares sealed blocks."""
+        other = LayerCache(self.recipe, self.layer, table)
+        other.store = None if self.store is None else self.store.fork(table)
+        other.largest_chunk = self.largest_chunk
+        return other
+
+    def clear(self) -> None:
+        """Forget all tokens; the table must have been cleared before."""
+        self.pending = None
+        if self.store is not None:
+            self.store.clear()
+
+
+def real_columns(mask: torch.Tensor | None, chunk: int) -> torch.Tensor | None:
+    """Which columns of the chunk are real tokens: those that some query of the chunk may see; (batch, chunk) or None.
+
+    A padding column is hidden from every query, a real token is seen by its own.
+    """
+    if mask is None:
+        return None
+    return _is_visible(mask[..., mask.shape[-1] - chunk :]).flatten(1, -2).any(1)
+
+
+def _is_visible(mask: torch.Tensor) -> torch.Tensor:
+    # additive masks hide with -inf or with the dtype's lowest value
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

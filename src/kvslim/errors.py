@@ -1,0 +1,44 @@
+"""Every error kvslim raises on purpose. Messages say what, got, allowed and the next step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVSlimError(Exception):
+    """Base of all errors that kvslim raises on purpose; the CLI prints it and exits with code 2."""
+
+
+class InputError(KVSlimError, ValueError):
+    """A value handed to kvslim cannot be used."""
+
+
+class RecipeError(InputError):
+    """A recipe string or one of its parts is not understood."""
+
+
+class ModelFileError(InputError):
+    """A model file or folder is missing, truncated or foreign."""
+
+
+class FetchError(KVSlimError):
+    """A download did not succeed; what was there before is untouched."""
+
+
+class UnsupportedModelError(KVSlimError):
+    """A model or one of its layers cannot hold a packed KV cache."""
+
+
+class PackedCacheError(KVSlimError, RuntimeError):
+    """Packed keys or values reached code that wants plain tensors."""
+
+
+class StateError(KVSlimError, RuntimeError):
+    """An operation does not fit the cache's present state; nothing was changed."""
+
+
+def did_you_mean(got: str, allowed: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the closest allowed name, or an empty string."""
+    close = difflib.get_close_matches(got.lower(), list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""

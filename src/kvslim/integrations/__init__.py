@@ -1,0 +1,1 @@
+"""Where kvslim plugs into other tools."""

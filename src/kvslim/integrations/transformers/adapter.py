@@ -1,0 +1,323 @@
+"""KVCache: a transformers `Cache` whose full-attention layers are packed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvslim.cache import LayerCache
+from kvslim.errors import InputError, PackedCacheError, StateError, UnsupportedModelError
+from kvslim.integrations.transformers import compat
+from kvslim.integrations.transformers.handle import PackedStates
+from kvslim.integrations.transformers.report import LayerReport, Report, storage_nbytes
+from kvslim.presets import DEFAULT_RECIPE
+from kvslim.recipe import Recipe
+from kvslim.store.table import BlockAllocator, BlockTable
+
+
+class PackedLayer(CacheLayerMixin):
+    """A layer of `KVCache`, as transformers sees it. Operations on the whole cache belong to `KVCache`.
+
+    Parameters
+    ----------
+    core : LayerCache
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, core: LayerCache):
+        super().__init__()
+        self.core = core
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[PackedStates, PackedStates]:  # type: ignore[override]
+        self.core.append(key_states, value_states)
+        self.is_initialized = True
+        return PackedStates(self.core, key_states), PackedStates(self.core, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.core.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.core.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _whole_cache(self, name: str) -> None:
+        raise StateError(f"{name}() on one layer would leave the others behind; call it on the KVCache")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._whole_cache("crop")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._whole_cache("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._whole_cache("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._whole_cache("batch_select_indices")
+
+    def reset(self) -> None:
+        self._whole_cache("reset")
+
+    def offload(self) -> None:
+        self._whole_cache("offload")
+
+    def prefetch(self) -> None:
+        self._whole_cache("prefetch")
+
+
+class KVCache(Cache):
+    """A packed KV cache for `generate` and for plain forward calls.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PreTrainedConfig
+        A model must already run on kvslim's attention (`kvslim.enable` or ``attn_implementation="kvslim"``).
+    recipe : str or Recipe, optional
+        Preset name or recipe string; see `kvslim recipes`.
+    skip_layers : iterable of int, optional
+        Layers that stay with transformers' own 16-bit cache.
+    strict : bool, optional
+        Raise where a layer cannot be packed, instead of leaving it to transformers and saying so in `report`.
+
+    Raises
+    ------
+    RecipeError
+        The recipe is not understood.
+    UnsupportedModelError
+        The model cannot hold a packed cache; with `strict`, also if one of its layers cannot.
+    PackedCacheError
+        The model still runs on another attention implementation.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: str | Recipe = DEFAULT_RECIPE,
+        *,
+        skip_layers: Iterable[int] = (),
+        strict: bool = False,
+    ):
+        compat.check_version()
+        config = compat.text_config(model)
+        if hasattr(model, "forward") and config._attn_implementation != compat.NAME:
+            raise PackedCacheError(
+                f"the model runs on attention '{config._attn_implementation}', which cannot read packed keys; call "
+                "kvslim.enable(model) first, or load it with attn_implementation='kvslim'"
+            )
+        self.recipe = Recipe.parse(recipe)
+        kinds = compat.layer_kinds(config)
+        skipped = set(skip_layers)
+        if skipped - set(range(len(kinds))):
+            raise InputError(f"skip_layers names {sorted(skipped)}; the model has layers 0 to {len(kinds) - 1}")
+        self.table = BlockTable(BlockAllocator(), self.recipe.block)
+        self.reasons: dict[int, str] = {}
+        layers = []
+        for index, (kind, arguments, reason) in enumerate(kinds):
+            if index in skipped:
+                reason = "skipped on request"
+            elif reason and strict:
+                raise UnsupportedModelError(f"strict: layer {index} cannot be packed ({reason}); drop strict to keep it at 16 bits")
+            if reason:
+                self.reasons[index] = reason
+                layers.append(compat.framework_layer(kind, arguments))
+            else:
+                layers.append(PackedLayer(LayerCache(self.recipe, index, self.table)))
+        for override in self.recipe.layers:
+            if override.last >= len(kinds):
+                raise InputError(f"'{override}' is past the last layer; the model has layers 0 to {len(kinds) - 1}")
+        super().__init__(layers=layers)
+        self.peak_nbytes = 0
+        self._held = [0] * len(layers)
+
+    # -- what transformers calls --------------------------------------------------------------------------------------
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Hand a chunk to one layer; packed layers answer with handles for the attention function "kvslim"."""
+        if layer_idx >= len(self.layers):
+            raise InputError(
+                f"layer {layer_idx} asked for a place, the cache was made for a model of {len(self.layers)} layers; "
+                "make a new cache for this model"
+            )
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PackedLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        if layer.core.pending is not None or layer.core.length != self._packed_length(layer_idx):
+            self._roll_back()
+        try:
+            states = layer.update(key_states, value_states, *args, **kwargs)
+        except InputError:
+            self._roll_back()
+            raise
+        self._note_peak(layer_idx, key_states.nbytes + value_states.nbytes)
+        return states
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of every sequence.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Minus the number of tokens; 0 changes nothing in packed layers.
+
+        Raises
+        ------
+        StateError
+            A layer cannot give up that many tokens; no layer has changed then.
+        """
+        if tokens_to_remove > 0:
+            raise InputError(f"crop({tokens_to_remove}): pass a negative count to remove that many tokens")
+        count, length = -tokens_to_remove, self.get_seq_length()
+        if count > length:
+            raise StateError(f"crop({tokens_to_remove}): the cache holds only {length} tokens")
+        for index, layer in enumerate(self.layers):
+            refusal = "" if isinstance(layer, PackedLayer) else compat.rollback_refusal(layer, count)
+            if refusal:
+                raise StateError(f"crop({tokens_to_remove}): layer {index}: {refusal}; nothing was removed")
+        for layer in self.layers:
+            if not isinstance(layer, PackedLayer):
+                layer.crop(tokens_to_remove)
+        if count:
+            self._crop_packed(self._packed_length() - count)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make sequence ``i`` what sequence ``beam_idx[i]`` was (beam search)."""
+        self._pick(beam_idx.tolist())
+        self._others("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times; blocks are shared, not copied."""
+        self._pick([row for row in range(len(self.table.rows)) for _ in range(repeats)])
+        self._others("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices`."""
+        rows = indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices
+        self._pick(rows.tolist())
+        self._others("batch_select_indices", indices)
+
+    def reset(self) -> None:
+        """Forget all tokens; recipe and layers stay."""
+        self.table.clear()
+        for layer in self.layers:
+            if isinstance(layer, PackedLayer):
+                layer.core.clear()
+            else:
+                layer.reset()
+        self.peak_nbytes = 0
+
+    def fork(self) -> KVCache:
+        """Return a cache with the same tokens; sealed blocks are shared, neither cache sees the other's later tokens."""
+        if any(layer.core.pending is not None for layer in self._packed()):
+            raise StateError("fork() in the middle of a forward call; wait for it to end")
+        other = KVCache.__new__(KVCache)
+        table = self.table.fork()
+        layers = [_copy_layer(layer, table) for layer in self.layers]
+        Cache.__init__(other, layers=layers)
+        other.recipe, other.table, other.reasons = self.recipe, table, self.reasons
+        other.peak_nbytes, other._held = self.peak_nbytes, list(self._held)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        # sealed blocks are never written again, so sharing them is as good as copying
+        return self.fork()
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What is packed and what is not, bytes, bits per value, peak and kernel."""
+        layers = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PackedLayer):
+                layers.append(LayerReport.of_packed(index, layer.core))
+            else:
+                layers.append(LayerReport.of_dense(index, layer, self.reasons[index]))
+        held = storage_nbytes(self)
+        return Report.of(self.recipe, layers, held, max(self.peak_nbytes, held))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor that the packed layers keep alive."""
+        for layer in self._packed():
+            if layer.core.store is not None:
+                yield from layer.core.store.tensors()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor reachable from the cache; storage shared by several tensors counts once."""
+        return storage_nbytes(self)
+
+    # -- inner --------------------------------------------------------------------------------------------------------
+
+    def _packed(self) -> Iterator[PackedLayer]:
+        return (layer for layer in self.layers if isinstance(layer, PackedLayer))
+
+    def _packed_length(self, before: int | None = None) -> int:
+        """Length that all packed layers agree on between forwards; inside one, that of the layers not yet reached."""
+        layers = self.layers if before is None else self.layers[before:]
+        lengths = [layer.core.length for layer in layers if isinstance(layer, PackedLayer)]
+        return min(lengths, default=0)
+
+    def _roll_back(self) -> None:
+        """Undo a forward call that broke off half-way: every packed layer goes back to the shortest length."""
+        self._crop_packed(self._packed_length())
+
+    def _crop_packed(self, length: int) -> None:
+        kept: list[int] = []
+        for layer in self._packed():
+            kept = layer.core.crop(length) or kept
+        for row, tokens in enumerate(kept):
+            self.table.crop(row, tokens)
+
+    def _pick(self, order: list[int]) -> None:
+        rows = len(self.table.rows)
+        if not rows:
+            return
+        bad = [row for row in order if not -rows <= row < rows]
+        if bad:
+            raise InputError(f"sequence {bad[0]} does not exist; the cache holds {rows}")
+        order = [row % rows for row in order]
+        self.table.pick(order)
+        for layer in self._packed():
+            layer.core.pick(order)
+
+    def _others(self, operation: str, argument: Any) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, PackedLayer):
+                getattr(layer, operation)(argument)
+
+    def _note_peak(self, index: int, chunk: int) -> None:
+        """Track the most bytes held at once: all layers, and the one chunk that is dense now."""
+        previous = index - 1 if index else len(self.layers) - 1
+        for at in {index, previous}:
+            self._held[at] = _layer_nbytes(self.layers[at])
+        self.peak_nbytes = max(self.peak_nbytes, sum(self._held) + chunk)
+
+
+def _layer_nbytes(layer: Any) -> int:
+    if isinstance(layer, PackedLayer):
+        return 0 if layer.core.store is None else layer.core.store.nbytes
+    return sum(t.nbytes for t in vars(layer).values() if isinstance(t, torch.Tensor))
+
+
+def _copy_layer(layer: Any, table: BlockTable) -> Any:
+    if isinstance(layer, PackedLayer):
+        copied = PackedLayer(layer.core.fork(table))
+        copied.is_initialized = layer.is_initialized
+        return copied
+
+
+    return copy.deepcopy(layer)

@@ -1,0 +1,1 @@
+"""Store: owns bytes, does no arithmetic on values."""

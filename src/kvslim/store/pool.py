@@ -1,0 +1,98 @@
+"""Pool: the sealed blocks of one layer. Grows by whole slabs; what is stored is never copied or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvslim.layout import STORAGE, PackedBlock, PackedLayout, block_nbytes
+
+_LARGEST_GROWTH = 64  # blocks; a slab that follows growth one block at a time stays under 1/16 of the pool
+
+
+class Pool:
+    """Part tensors of K and V, by block id.
+
+    Parameters
+    ----------
+    key, value : PackedLayout
+    kv_heads : int
+    device : torch.device
+    """
+
+    def __init__(self, key: PackedLayout, value: PackedLayout, kv_heads: int, device: torch.device):
+        self.layouts = {"k": key, "v": value}
+        self.kv_heads = kv_heads
+        self.device = device
+        self._slabs: list[dict[str, dict[str, torch.Tensor]]] = []
+        self._starts: list[int] = []  # first block id of each slab
+        self.capacity = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs, unused blocks included."""
+        return self.capacity * self.kv_heads * sum(block_nbytes(layout) for layout in self.layouts.values())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All slab tensors."""
+        for slab in self._slabs:
+            for parts in slab.values():
+                yield from parts.values()
+
+    def reserve(self, blocks: int) -> None:
+        """Make room for block ids below `blocks`."""
+        missing = blocks - self.capacity
+        if missing <= 0:
+            return
+        count = max(missing, min(self.capacity // 16, _LARGEST_GROWTH))
+        slab = {
+            side: {
+                part.name: torch.zeros(
+                    (count, self.kv_heads, *part.shape), dtype=STORAGE[part.dtype], device=self.device
+                )
+                for part in layout.parts
+            }
+            for side, layout in self.layouts.items()
+        }
+        self._slabs.append(slab)
+        self._starts.append(self.capacity)
+        self.capacity += count
+
+    def write(self, side: str, blocks: list[int], packed: PackedBlock) -> None:
+        """Store whole blocks; `packed` parts have shape (len(blocks), kv_heads, ...)."""
+        for at, slab, rows in self._runs(blocks):
+            for name, tensor in packed.parts.items():
+                slab[side][name][rows] = tensor[at : at + rows.stop - rows.start]
+
+    def write_tokens(self, side: str, block: int, slot: int, packed: PackedBlock) -> None:
+        """Store tokens from `slot` on in one block; parts have shape (1, kv_heads, tokens, ...)."""
+        ((_, slab, rows),) = self._runs([block])
+        for name, tensor in packed.parts.items():
+            slab[side][name][rows, :, slot : slot + tensor.shape[2]] = tensor
+
+    def read(self, side: str, blocks: list[int]) -> PackedBlock:
+        """Return the parts of `blocks` in order: views where ids follow each other in a slab, else a gathered copy."""
+        pieces: dict[str, list[torch.Tensor]] = {part.name: [] for part in self.layouts[side].parts}
+        for _, slab, rows in self._runs(blocks):
+            for name, tensors in pieces.items():
+                tensors.append(slab[side][name][rows])
+        parts = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in pieces.items()}
+        return PackedBlock(self.layouts[side], parts)
+
+    def clear(self) -> None:
+        """Free all slabs."""
+        self._slabs, self._starts, self.capacity = [], [], 0
+
+    def _runs(self, blocks: list[int]) -> Iterator[tuple[int, dict[str, dict[str, torch.Tensor]], slice]]:
+        """Yield (index into `blocks`, slab, rows of the slab) for runs of consecutive ids."""
+        at = 0
+        while at < len(blocks):
+            which = next(i for i in range(len(self._starts) - 1, -1, -1) if self._starts[i] <= blocks[at])
+            start = self._starts[which]
+            stop = self._starts[which + 1] if which + 1 < len(self._starts) else self.capacity
+            end = at + 1
+            while end < len(blocks) and blocks[end] == blocks[end - 1] + 1 and blocks[end] < stop:
+                end += 1
+            yield at, self._slabs[which], slice(blocks[at] - start, blocks[at] - start + end - at)
+            at = end

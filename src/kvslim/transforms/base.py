@@ -1,0 +1,124 @@
+"""What a transform is: fitted once on what is known at the first seal, then a fixed invertible map per kv head.
+
+A stored token is ``x' = (x - mu) A``. Attention never undoes it: queries take ``q' = q A^-T`` plus a bias ``q.mu``, and the
+summed values take ``A^-1`` once per query. A chain applies its transforms in order and undoes them in reverse.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is known when the parameters of one side of one layer are frozen.
+
+    Attributes
+    ----------
+    x : Tensor of shape (kv_heads, tokens, head_dim), fp32
+        Keys or values of real tokens, as the model made them.
+    moment : Tensor of shape (kv_heads, head_dim, head_dim), fp32, or None
+        E[q q^T] over the queries of the same prompt, the heads of a group together; None on the value side.
+    tokens : int
+        Tokens of the prompt that `x` was drawn from (`x` may hold fewer).
+    prior : mapping of str to Tensor
+        Statistics of a calibration for this layer and side; empty without one.
+    """
+
+    x: torch.Tensor
+    moment: torch.Tensor | None = None
+    tokens: int = 0
+    prior: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Fitted(ABC):
+    """A transform with its parameters. All tensors are fp32 and have kv_heads (or 1) as first axis."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters that belong to the cache and are saved with it, by name."""
+        return {}
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+        """Map tokens ``(..., kv_heads, tokens, head_dim)``; `starts` is the position of each block's first token."""
+
+    @abstractmethod
+    def query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map queries ``(kv_heads, rows, head_dim)``; also the score bias ``(kv_heads, rows, 1)`` or None."""
+
+    @abstractmethod
+    def output(self, acc: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        """Undo the map on summed values ``(kv_heads, rows, head_dim)`` of probability mass ``(kv_heads, rows, 1)``."""
+
+    def offset(self, starts: torch.Tensor) -> torch.Tensor | None:
+        """Return the mean that `forward` removed from blocks at `starts`, ``(blocks, kv_heads, head_dim)``, or None."""
+        return None
+
+
+class Transform(ABC):
+    """Settings of a transform, a frozen dataclass. `fit` turns them into a `Fitted`."""
+
+    needs_queries = False  # whether `fit` reads the query moment
+
+    @abstractmethod
+    def fit(self, sample: Sample) -> Fitted:
+        """Freeze the parameters."""
+
+
+class Chain(Fitted):
+    """Fitted transforms applied one after the other; the empty chain is the identity."""
+
+    def __init__(self, steps: tuple[Fitted, ...] = ()):
+        self.steps = steps
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"{i}.{name}": tensor for i, step in enumerate(self.steps) for name, tensor in step.tensors().items()}
+
+    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+        for step in self.steps:
+            x = step.forward(x, starts)
+        return x
+
+    def query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        total = None
+        for step in self.steps:
+            q, bias = step.query(q)
+            if bias is not None:
+                total = bias if total is None else total + bias
+        return q, total
+
+    def output(self, acc: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        for step in reversed(self.steps):
+            acc = step.output(acc, mass)
+        return acc
+
+    def offset(self, starts: torch.Tensor) -> torch.Tensor | None:
+        total = None
+        for step in self.steps:
+            if total is not None:
+                total = step.forward(total.unsqueeze(-2)).squeeze(-2)
+            own = step.offset(starts)
+            if own is not None:
+                total = own if total is None else total + own
+        return total
+
+
+def fit_chain(transforms: tuple[Transform, ...], sample: Sample) -> Chain:
+    """Fit each transform on what the ones before it leave."""
+    steps = []
+    for transform in transforms:
+        step = transform.fit(sample)
+        moment = None if sample.moment is None else map_moment(step, sample.moment)
+        sample = replace(sample, x=step.forward(sample.x), moment=moment)
+        steps.append(step)
+    return Chain(tuple(steps))
+
+
+def map_moment(step: Fitted, moment: torch.Tensor) -> torch.Tensor:
+    """E[q' q'^T] of the queries that `step` maps: B^T M B for q' = q B, as two row maps."""
+    half = step.query(moment)[0].transpose(-1, -2)
+    return step.query(half)[0]
