@@ -74,7 +74,7 @@ def unpack(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     Tensor of shape (..., width), uint8
     """
     unit = unit_of(width)
-    units = packed.reshape(*packed.shape[:-1], -1, unit * bits // 8)
+    units = packed.unflatten(-1, (packed.shape[-1] * 8 // (unit * bits), unit * bits // 8))
     codes, low, start = None, 0, 0
     for plane in PLANES[bits]:
         size = unit * plane // 8

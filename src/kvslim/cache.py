@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 import torch
 
 from kvslim.attention.reference import Score, attend
@@ -11,10 +17,10 @@ from kvslim.errors import InputError, RecipeError, StateError
 from kvslim.layout import STORAGE, is_token_wise
 from kvslim.recipe import Recipe
 from kvslim.store.layer import LayerStore
+from kvslim.store.step import Step
 from kvslim.store.table import BlockTable
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-_FP16_MAX = 65504.0
 
 
 class LayerCache:
@@ -27,13 +33,43 @@ class LayerCache:
         Index of the layer in the model; named in errors, selects per-layer overrides.
     table : BlockTable
         Shared by the layers of a cache.
+    prior : mapping of str to Tensor, optional
+        Calibration of this layer (see kvslim.calibration).
+    step : Step, optional
+        The forward pass under way; makes it possible to undo one that fails in a later layer.
     """
 
-    def __init__(self, recipe: Recipe, layer: int, table: BlockTable):
-        self.recipe, self.layer, self.table = recipe, layer, table
+    def __init__(
+        self,
+        recipe: Recipe,
+        layer: int,
+        table: BlockTable,
+        prior: Mapping[str, torch.Tensor] | None = None,
+        step: Step | None = None,
+    ):
+        self.recipe, self.layer, self.table, self.prior, self.step = recipe, layer, table, prior, step
         self.store: LayerStore | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._fresh = True  # whether the pending chunk is the first
         self.largest_chunk = 0  # bytes of the largest chunk that was dense at once
+        self.owner: weakref.ReferenceType[Any] | None = None  # the model's layer whose tokens these are
+
+    def claim(self, module: Any) -> None:
+        """Note whose tokens these are.
+
+        Raises
+        ------
+        InputError
+            They came from another model, which is still there.
+        """
+        owner = None if self.owner is None or not self.length else self.owner()
+        if owner is None:
+            self.owner = weakref.ref(module)
+        elif owner is not module:
+            raise InputError(
+                f"layer {self.layer}: the cache holds {self.length} tokens of another model; call cache.reset() first, or "
+                "make a new cache"
+            )
 
     @property
     def length(self) -> int:
@@ -55,9 +91,13 @@ class LayerCache:
             Autograd is on for these tensors, or the previous chunk was never attended to.
         """
         self._check(key, value)
-        if self.store is None:
+        if self.store is None or (not self.store.rows and self._shapes(self.store) != self._shapes_of(key, value)):
             self.store = self._build(key, value)
-        if not self.store.rows:
+        self._check_range(self.store, key, value)
+        self._fresh = not self.store.rows
+        if self.step is not None:
+            self.step.enter(self.layer, self.clear if self._fresh else self._drop)
+        if self._fresh:
             self.table_rows(key.shape[0])
             self.store.start(key.shape[0])
         self.pending = key, value
@@ -77,8 +117,21 @@ class LayerCache:
     def settle(self, query: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Take in the pending chunk, whose attention is done: sinks first, then the tail; seal what left the window."""
         chunk, store = self._chunk()
+        before = store.settle(*chunk, query, real_columns(mask, chunk[0].shape[2]))
         self.pending = None
-        store.settle(*chunk, query, real_columns(mask, chunk[0].shape[2]))
+        if self.step is not None:
+            if not self._fresh:  # else append() has noted to clear it
+                self.step.enter(self.layer, partial(store.restore, before), before.nbytes)
+            self.step.leave(self.layer)
+
+    def take_back(self) -> None:
+        """Undo the forward pass under way, in this layer and in those before it."""
+        if self.step is not None:
+            self.step.undo()
+        self.pending = None
+
+    def _drop(self) -> None:
+        self.pending = None
 
     def _chunk(self) -> tuple[tuple[torch.Tensor, torch.Tensor], LayerStore]:
         if self.pending is None or self.store is None:
@@ -91,22 +144,10 @@ class LayerCache:
             self.table.start(rows)
 
     def _build(self, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
-        model_dtype = DTYPE_NAMES[key.dtype]
-        packers, dtypes = [], []
-        for side, states in zip(self.recipe.sides(self.layer), (key, value), strict=True):
-            packer = SidePacker(side, states.shape[-1], self.recipe.block, model_dtype)
-            if self.recipe.immediate and not is_token_wise(packer.layout):
-                raise RecipeError(
-                    f"layer {self.layer}: '{side}' has block statistics, so tokens cannot be packed one by one; "
-                    "drop 'immediate' or use a codec with token scales"
-                )
-            exact = self.recipe.exact
-            if exact == "auto":
-                exact = "fp16" if model_dtype == "fp32" and not isinstance(packer.codec, NoneCodec) else model_dtype
-            packers.append(packer)
-            dtypes.append(STORAGE[exact])
+        packers = build_packers(self.recipe, self.layer, (key.shape[-1], value.shape[-1]), DTYPE_NAMES[key.dtype])
+        dtypes = [self._exact_dtype(packer, key.dtype) for packer in packers]
         return LayerStore(
-            (packers[0], packers[1]),
+            packers,
             self.table,
             kv_heads=key.shape[1],
             head_dims=(key.shape[-1], value.shape[-1]),
@@ -115,7 +156,14 @@ class LayerCache:
             immediate=self.recipe.immediate,
             dtypes=(dtypes[0], dtypes[1]),
             device=key.device,
+            prior=self.prior and {name: tensor.to(key.device) for name, tensor in self.prior.items()},
         )
+
+    def _exact_dtype(self, packer: SidePacker, model_dtype: torch.dtype) -> torch.dtype:
+        if self.recipe.exact != "auto":
+            return STORAGE[self.recipe.exact]
+        narrow = model_dtype == torch.float32 and not isinstance(packer.codec, NoneCodec)
+        return torch.float16 if narrow else model_dtype
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if key.dtype not in DTYPE_NAMES:
@@ -125,27 +173,38 @@ class LayerCache:
                 f"layer {self.layer}: a packed cache does not carry gradients; run under torch.no_grad() or generate()"
             )
         for name, states in (("keys", key), ("values", value)):
-            if not bool(torch.isfinite(states).all()):
+            if not math.isfinite(_largest(states)):
                 row, _, token, _ = (~torch.isfinite(states)).nonzero()[0].tolist()
                 raise InputError(
                     f"layer {self.layer}: {name} contain NaN or Inf at position {self.length + token} of sequence {row}; "
                     "the cache is as before. Look for overflow in the model (fp16 activations?)"
                 )
-            limit = float(states.abs().amax()) if states.numel() else 0.0
-            if key.dtype == torch.float32 and self.recipe.exact in ("auto", "fp16") and limit > _FP16_MAX:
-                raise InputError(
-                    f"layer {self.layer}: {name} reach {limit:.3g}, past fp16's {_FP16_MAX:.0f}; add '+exact=fp32' to the recipe"
-                )
         store = self.store
         if store is None or not store.rows:
             return
-        want = (len(store.rows), store.kv_heads, store.head_dims[0], store.head_dims[1], store.device)
-        got = (key.shape[0], key.shape[1], key.shape[-1], value.shape[-1], key.device)
+        want, got = (len(store.rows), *self._shapes(store)), (key.shape[0], *self._shapes_of(key, value))
         if want != got:
             raise InputError(
                 f"layer {self.layer}: (batch, kv_heads, key dim, value dim, device) is {got}, the cache holds {want}; "
                 "use a new cache for another model or batch"
             )
+
+    def _check_range(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> None:
+        for name, states, dtype in zip(("keys", "values"), (key, value), store.dtypes, strict=True):
+            limit = torch.finfo(dtype).max
+            if limit < torch.finfo(states.dtype).max and (largest := _largest(states)) > limit:
+                raise InputError(
+                    f"layer {self.layer}: {name} reach {largest:.3g}, past the {limit:.0f} of {DTYPE_NAMES[dtype]}; "
+                    "add '+exact=fp32' to the recipe"
+                )
+
+    @staticmethod
+    def _shapes(store: LayerStore) -> tuple[object, ...]:
+        return (store.kv_heads, *store.head_dims, store.device)
+
+    @staticmethod
+    def _shapes_of(key: torch.Tensor, value: torch.Tensor) -> tuple[object, ...]:
+        return (key.shape[1], key.shape[-1], value.shape[-1], key.device)
 
     def _check_mask(self, mask: torch.Tensor | None, chunk: int) -> None:
         if mask is None:
@@ -177,10 +236,12 @@ class LayerCache:
         if self.store is not None:
             self.store.pick(order)
 
-    def fork(self, table: BlockTable) -> LayerCache:
+    def fork(self, table: BlockTable, step: Step | None = None) -> LayerCache:
         """Return a layer with the same tokens that shares sealed blocks."""
-        other = LayerCache(self.recipe, self.layer, table)
-        other.store = None if self.store is None else self.store.fork(table)
+        other = LayerCache(self.recipe, self.layer, table, self.prior, step)
+        # a layer without tokens has no blocks to share, so its fork begins with a pool of its own
+        other.store = None if self.store is None or not self.store.rows else self.store.fork(table)
+        other.owner = self.owner
         other.largest_chunk = self.largest_chunk
         return other
 
@@ -191,6 +252,29 @@ class LayerCache:
             self.store.clear()
 
 
+def build_packers(
+    recipe: Recipe, layer: int, head_dims: tuple[int, int], model_dtype: str
+) -> tuple[SidePacker, SidePacker]:
+    """Build the K and V sides of one layer.
+
+    Raises
+    ------
+    RecipeError
+        An unknown codec or transform, or settings that fit neither each other nor the head_dim.
+    """
+    key, value = (
+        SidePacker(side, dim, recipe.block, model_dtype)
+        for side, dim in zip(recipe.sides(layer), head_dims, strict=True)
+    )
+    for packer in (key, value):
+        if recipe.immediate and not is_token_wise(packer.layout):
+            raise RecipeError(
+                f"layer {layer}: '{packer.side}' has block statistics, so tokens cannot be packed one by one; "
+                "drop 'immediate' or use a codec with token scales"
+            )
+    return key, value
+
+
 def real_columns(mask: torch.Tensor | None, chunk: int) -> torch.Tensor | None:
     """Which columns of the chunk are real tokens: those that some query of the chunk may see; (batch, chunk) or None.
 
@@ -199,6 +283,14 @@ def real_columns(mask: torch.Tensor | None, chunk: int) -> torch.Tensor | None:
     if mask is None:
         return None
     return _is_visible(mask[..., mask.shape[-1] - chunk :]).flatten(1, -2).any(1)
+
+
+def _largest(states: torch.Tensor) -> float:
+    """Largest magnitude; NaN or Inf if there is one."""
+    if not states.numel():
+        return 0.0
+    low, high = states.aminmax()
+    return float(torch.maximum(-low, high))
 
 
 def _is_visible(mask: torch.Tensor) -> torch.Tensor:

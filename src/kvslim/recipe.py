@@ -19,8 +19,9 @@ from kvslim.errors import RecipeError, did_you_mean
 from kvslim.presets import PRESETS, pair
 
 VERSION = 1
-_STEP = re.compile(r"[a-z][a-z0-9_]*(:[a-z0-9_.=-]+)*$")
-_LAYER = re.compile(r"layer\.(\d+)(?:-(\d+))?(?:\.([kv]))?$")
+_STEP = re.compile(r"[a-z][a-z0-9_]*(:[a-z0-9_.=-]+)*")
+_LAYER = re.compile(r"layer\.([0-9]{1,6})(?:-([0-9]{1,6}))?(?:\.([kv]))?")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _NUMBERS = {"block": (8, 4096), "sinks": (0, 4096), "recent": (0, 1 << 20)}
 _EXACT = ("auto", "fp16", "bf16", "fp32")
 
@@ -48,7 +49,7 @@ class Side:
         """Read ``transform/.../codec``; names are checked when the side is built."""
         steps = []
         for part in text.split("/"):
-            if not _STEP.match(part):
+            if not _STEP.fullmatch(part):
                 raise RecipeError(f"cannot read '{part}' in side '{text}'; write name:argument, for example affine:4:asym")
             name, *args = part.split(":")
             steps.append(Step(name, tuple(args)))
@@ -125,9 +126,10 @@ class Recipe:
             recipe = replace(cls.parse(base), label=text)
         else:
             options = [head, *options]
-            sides = dict(option.split("=", 1) for option in options if option.startswith(("k=", "v=")))
-            if set(sides) != {"k", "v"}:
-                raise RecipeError(f"'{text}' gives only one side; write k=SIDE+v=SIDE")
+            given = [option.split("=", 1) for option in options if option.startswith(("k=", "v="))]
+            sides = {letter: side for letter, side in given}
+            if len(given) != 2 or len(sides) != 2:
+                raise RecipeError(f"'{text}' must give each side once; write k=SIDE+v=SIDE")
             recipe = cls(Side.parse(sides["k"]), Side.parse(sides["v"]), label=text)
             options = [option for option in options if not option.startswith(("k=", "v="))]
         for option in options:
@@ -137,10 +139,10 @@ class Recipe:
 
     def _with(self, option: str) -> Recipe:
         name, has_value, text = option.partition("=")
-        layer = _LAYER.match(name)
+        layer = _LAYER.fullmatch(name)
         if name == "immediate" and not has_value:
             return replace(self, immediate=True, recent=0)
-        if name in _NUMBERS and text.isdigit():
+        if name in _NUMBERS and _NUMBER.fullmatch(text):
             low, high = _NUMBERS[name]
             if not low <= int(text) <= high:
                 raise RecipeError(f"{name}={text} is out of range; use {low} to {high}")

@@ -11,6 +11,13 @@ CODECS = Registry(
     {
         "none": "kvslim.codecs.none:NoneCodec",
         "affine": "kvslim.codecs.affine:AffineCodec",
+        "table": "kvslim.codecs.table:TableCodec",
+        "fp4": "kvslim.codecs.microfloat:MicrofloatCodec",
+        "float8": "kvslim.codecs.float8:Float8Codec",
+        "qjl": "kvslim.codecs.qjl:QJLCodec",
+        "outlier": "kvslim.codecs.outlier:OutlierCodec",
+        "kvarn": "kvslim.codecs.kvarn:KVarNCodec",
+        "equalize": "kvslim.codecs.equalize:EqualizeCodec",
     },
 )
 

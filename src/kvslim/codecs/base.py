@@ -1,4 +1,7 @@
-"""What a codec is: it says which parts it stores, and turns tokens into those parts. Reading is written once, in decode.py."""
+"""What a codec is: it says which parts it stores, and turns tokens into those parts.
+
+Reading is written once, in decode.py.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ from kvslim.layout import PackedLayout, Part, Segment
 class Codec(ABC):
     """Settings of a codec, a frozen dataclass."""
 
-    needs_queries = False  # whether encoding uses the query moment (write-time feedback)
+    @property
+    def needs_queries(self) -> bool:
+        """Whether encoding uses the query moment (write-time feedback)."""
+        return False
 
     @abstractmethod
     def layout(self, head_dim: int, block: int) -> PackedLayout:
         """Which parts a block has; raises RecipeError where head_dim and the settings do not fit."""
 
     def table(self) -> torch.Tensor | None:
-        """TABLE of all segments one after the other, fp32 of shape (sum of 2**bits,); None where codes are the values."""
+        """TABLE of all segments in turn, fp32 of shape (sum of 2**bits,); None where codes are the values."""
         return None
 
     @abstractmethod
@@ -33,7 +39,7 @@ class Codec(ABC):
         x : Tensor of shape (blocks, kv_heads, tokens, head_dim), fp32
             Transformed tokens. `tokens` is the block size; fewer only for codecs without block statistics.
         feedback : Tensor of shape (kv_heads, head_dim, head_dim), optional
-            Factor of the query metric for write-time feedback.
+            U of the query metric for write-time feedback (`codecs.feedback.metric_factor`).
 
         Returns
         -------
@@ -42,18 +48,19 @@ class Codec(ABC):
         """
 
     def expand_query(self, query: torch.Tensor) -> torch.Tensor:
-        """Map transformed queries (..., head_dim) to the stored width; the identity unless a codec stores more channels."""
+        """Map transformed queries (..., head_dim) to the stored width; the identity where that is head_dim."""
         return query
 
     def reduce_output(self, acc: torch.Tensor) -> torch.Tensor:
-        """Map summed values (..., stored width) back to head_dim; the identity unless a codec stores more channels."""
+        """Map summed values (..., stored width) back to head_dim; the identity where that is the stored width."""
         return acc
 
 
 def check_group(codec: str, group: int, head_dim: int) -> None:
     """Raise RecipeError unless `group` divides `head_dim`."""
     if group < 1 or head_dim % group:
-        allowed = [size for size in (8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 256, 512) if head_dim % size == 0]
+        sizes = {8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 256, 512, head_dim}
+        allowed = [size for size in sorted(sizes) if head_dim % size == 0]
         raise RecipeError(
             f"{codec}: group={group} does not divide head_dim={head_dim}; use one of {', '.join(map(str, allowed))}"
         )
@@ -73,6 +80,4 @@ def grouped(x: torch.Tensor, group: int) -> torch.Tensor:
 def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Index of the nearest entry of an ascending `table`, ties to the lower index; uint8, shape of `x`."""
     edges = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(x, edges).to(torch.uint8)
-
-
+    return torch.bucketize(x.contiguous(), edges, out_int32=True).to(torch.uint8)

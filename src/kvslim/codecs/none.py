@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from kvslim.codecs.base import Codec
 from kvslim.layout import RAW_BITS, STORAGE, PackedLayout, Part, Segment
@@ -23,9 +24,11 @@ class NoneCodec(Codec):
 
     dtype: str = choice("fp16", "fp16", "bf16", "fp32")
 
+    @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:
         bits = 32 if self.dtype == "fp32" else RAW_BITS
         return PackedLayout(head_dim, block, (Segment(head_dim, bits),), (Part("code", (block, head_dim), self.dtype),))
 
+    @override
     def encode(self, x: torch.Tensor, feedback: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         return {"code": x.to(STORAGE[self.dtype])}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvslim.codecs import build_codec
 from kvslim.codecs.base import Codec
+from kvslim.codecs.feedback import metric_factor
 from kvslim.codecs.none import NoneCodec
 from kvslim.layout import PackedBlock, PackedLayout
 from kvslim.recipe import Side
 from kvslim.transforms import build_transforms
-from kvslim.transforms.base import Chain, Sample, Transform, fit_chain
+from kvslim.transforms.base import Chain, Sample, Transform, fit_chain, map_moment
+
+_PRIOR_TOKENS = 256  # prompt tokens that weigh as much as the prior
+_TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -23,21 +28,27 @@ class Frozen:
     ----------
     chain : Chain
     table : Tensor of shape (entries,), fp32, or None
-    feedback : Tensor of shape (kv_heads, head_dim, head_dim) or None
+    moment : Tensor of shape (kv_heads, head_dim * (head_dim + 1) / 2), fp16, or None
+        Query moment in the transformed basis, for write-time feedback; its lower triangle, scaled to a mean diagonal of 1.
+        A quarter of the bytes of U, which is worked out again at each seal.
     """
 
     chain: Chain
     table: torch.Tensor | None
-    feedback: torch.Tensor | None = None
+    moment: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Tensors that this cache family owns, by name."""
         owned = dict(self.chain.tensors())
         if self.table is not None:
             owned["table"] = self.table
-        if self.feedback is not None:
-            owned["feedback"] = self.feedback
+        if self.moment is not None:
+            owned["moment"] = self.moment
         return owned
+
+    def factor(self) -> torch.Tensor | None:
+        """U of the query metric, (kv_heads, head_dim, head_dim), or None without feedback."""
+        return None if self.moment is None else metric_factor(expand(self.moment))
 
 
 class SidePacker:
@@ -62,11 +73,53 @@ class SidePacker:
         self.needs_queries = codec.needs_queries or any(transform.needs_queries for transform in self.transforms)
 
     def freeze(self, sample: Sample) -> Frozen:
-        """Fit the transforms on `sample`."""
+        """Fit the transforms on `sample`, and the query metric where the codec feeds rounding errors back."""
         chain = fit_chain(self.transforms, sample)
         table = self.codec.table()
-        return Frozen(chain, None if table is None else table.to(sample.x.device))
+        moment = None
+        if self.codec.needs_queries and sample.moment is not None:
+            moment = compact(map_moment(chain, mixed_moment(sample)))
+        return Frozen(chain, None if table is None else table.to(sample.x.device), moment)
 
     def encode(self, x: torch.Tensor, frozen: Frozen, starts: torch.Tensor | None = None) -> PackedBlock:
         """Encode tokens of shape (blocks, kv_heads, tokens, head_dim), fp32, as the model made them."""
-        return PackedBlock(self.layout, self.codec.encode(frozen.chain.forward(x, starts), frozen.feedback))
+        return PackedBlock(self.layout, self.codec.encode(frozen.chain.forward(x, starts), frozen.factor()))
+
+
+def prior_use(side: Side) -> str:
+    """How much a calibration matters to `side`: ``unused``, ``helps`` or ``needed``."""
+    uses = {transform.prior for transform in build_transforms(side)}
+    if build_codec(side).needs_queries:
+        uses.add("helps")
+    return next((use for use in ("needed", "helps") if use in uses), "unused")
+
+
+def mixed_moment(sample: Sample) -> torch.Tensor:
+    """E[q q^T] of the prompt, and of the prior at the same mean diagonal where the prompt is short: t = n / (n + 256)."""
+    own = sample.moment
+    assert own is not None
+    if "query_moment" not in sample.prior:
+        return own
+    prior = sample.prior["query_moment"].to(own)
+    t = sample.tokens / (sample.tokens + _PRIOR_TOKENS)
+    return t * own + (1 - t) * prior * (_mean_diagonal(own) / _mean_diagonal(prior).clamp_min(_TINY))
+
+
+def compact(moment: torch.Tensor) -> torch.Tensor:
+    """Lower triangle of a symmetric (kv_heads, D, D) in fp16, scaled to a mean diagonal of 1."""
+    rows, columns = torch.tril_indices(*moment.shape[-2:])
+    return (moment / _mean_diagonal(moment).clamp_min(_TINY))[:, rows, columns].half()
+
+
+def expand(triangle: torch.Tensor) -> torch.Tensor:
+    """Invert `compact`, up to the scale."""
+    size = (math.isqrt(8 * triangle.shape[-1] + 1) - 1) // 2
+    rows, columns = torch.tril_indices(size, size)
+    moment = torch.zeros(triangle.shape[0], size, size, device=triangle.device)
+    moment[:, rows, columns] = triangle.float()
+    moment[:, columns, rows] = triangle.float()
+    return moment
+
+
+def _mean_diagonal(moment: torch.Tensor) -> torch.Tensor:
+    return moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]

@@ -6,6 +6,7 @@ Importing transformers' model code takes seconds. So the registration waits for 
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -25,9 +26,8 @@ def register_when_loaded() -> None:
 
 
 def _register() -> None:
-    from kvslim.integrations.transformers.attention import register
-
-    register()
+    # the package registers as its last step; where it is itself what loads transformers, that step is still to come
+    importlib.import_module("kvslim.integrations.transformers")
 
 
 class _Watcher(importlib.abc.MetaPathFinder):

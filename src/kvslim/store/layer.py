@@ -7,7 +7,7 @@ decode step copies one token. Padding is never stored: a row remembers which col
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,6 +37,20 @@ class Row:
     def tokens(self) -> int:
         """Real tokens of the sequence."""
         return self.sinks + self.packed + self.tail
+
+
+@dataclass
+class Before:
+    """What a layer was before a chunk came in. Exact slots are copied only where sealing overwrites them."""
+
+    rows: list[Row]
+    length: int
+    exact: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(tensor.nbytes for tensor in self.exact or ())
 
 
 @dataclass
@@ -85,6 +99,8 @@ class LayerStore:
     device : torch.device
     pool : Pool, optional
         That of the cache this one is forked from.
+    prior : mapping of str to Tensor, optional
+        Calibration of this layer; it belongs to the model and is not counted here.
     """
 
     def __init__(
@@ -100,8 +116,10 @@ class LayerStore:
         dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         pool: Pool | None = None,
+        prior: Mapping[str, torch.Tensor] | None = None,
     ):
         self.packers = packers
+        self.prior = prior or {}
         self.table = table
         self.kv_heads, self.head_dims = kv_heads, head_dims
         self.sinks, self.recent, self.immediate = sinks, recent, immediate
@@ -164,8 +182,10 @@ class LayerStore:
         self.key = torch.zeros((*shape, self.head_dims[0]), dtype=self.dtypes[0], device=self.device)
         self.value = torch.zeros((*shape, self.head_dims[1]), dtype=self.dtypes[1], device=self.device)
 
-    def settle(self, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, real: torch.Tensor | None) -> None:
+    def settle(self, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, real: torch.Tensor | None) -> Before:
         """Take in a chunk whose attention is done, and seal what left the recent window.
+
+        If that fails the layer is as before; what comes back undoes it later (`restore`).
 
         Parameters
         ----------
@@ -175,17 +195,30 @@ class LayerStore:
         real : Tensor of shape (batch, chunk), bool, or None
             False where the column is padding; None where none is.
         """
-        chunk = key.shape[2]
-        for index, row in enumerate(self.rows):
-            k, v, q = key[index], value[index], query[index]
-            if real is not None and not bool(real[index].all()):
-                keep = real[index].nonzero().squeeze(-1)
-                k, v, q = k[:, keep], v[:, keep], q[:, keep]
-                row.holes = _add_holes(row.holes, self.length, real[index])
-            self._settle_row(index, row, k, v, q)
-        self.length += chunk
+        before = Before([replace(row) for row in self.rows], self.length)
+        try:
+            for index, row in enumerate(self.rows):
+                k, v, q = key[index], value[index], query[index]
+                if real is not None and not bool(real[index].all()):
+                    keep = real[index].nonzero().squeeze(-1)
+                    k, v, q = k[:, keep], v[:, keep], q[:, keep]
+                    row.holes = _add_holes(row.holes, self.length, real[index])
+                self._settle_row(index, row, k, v, q, before)
+        except BaseException:
+            self.restore(before)
+            raise
+        self.length += key.shape[2]
+        return before
 
-    def _settle_row(self, index: int, row: Row, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> None:
+    def restore(self, before: Before) -> None:
+        """Be again what `before` says; blocks taken since are the table's business."""
+        self.rows, self.length = before.rows, before.length
+        if before.exact is not None:
+            self.key, self.value = before.exact
+
+    def _settle_row(
+        self, index: int, row: Row, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, before: Before
+    ) -> None:
         if row.frozen is None and self.packers[0].needs_queries:
             self._observe(row, q)
         first = min(self.sinks - row.sinks, k.shape[1]) if row.packed == row.tail == 0 else 0
@@ -204,6 +237,8 @@ class LayerStore:
         if row.frozen is None:
             row.frozen = self._freeze(row, spans)
         self._seal(index, row, spans, seal)
+        if row.tail and before.exact is None:
+            before.exact = self.key.clone(), self.value.clone()
         row.packed += seal
         row.tail = total - seal
         # the span may still read the tail's old place, so it is copied out before it is written back
@@ -243,8 +278,8 @@ class LayerStore:
     def _freeze(self, row: Row, spans: list[_Span]) -> tuple[Frozen, Frozen]:
         moment = None if row.moment is None else row.moment / max(row.queries, 1)
         samples = [_thin(span.take(0, span.length)).float() for span in spans]
-        key = self.packers[0].freeze(Sample(samples[0], moment, tokens=spans[0].length))
-        value = self.packers[1].freeze(Sample(samples[1], tokens=spans[1].length))
+        key = self.packers[0].freeze(Sample(samples[0], moment, block=self.block, tokens=spans[0].length, prior=self.prior))
+        value = self.packers[1].freeze(Sample(samples[1], block=self.block, tokens=spans[1].length))
         row.moment, row.queries = None, 0
         return key, value
 
@@ -291,6 +326,7 @@ class LayerStore:
             dtypes=self.dtypes,
             device=self.device,
             pool=self.pool,
+            prior=self.prior,
         )
         other.rows = [replace(row) for row in self.rows]
         other.length = self.length

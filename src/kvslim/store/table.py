@@ -160,8 +160,8 @@ class BlockTable:
         self.rows = picked
 
     def fork(self) -> BlockTable:
-        """Return a table with the same sequences; blocks are shared."""
-        other = BlockTable(self.allocator, self.block)
+        """Return a table with the same sequences; blocks are shared. Without sequences, it is a table of its own."""
+        other = BlockTable(self.allocator if self.rows else BlockAllocator(), self.block)
         other.rows = [list(row) for row in self.rows]
         for row in other.rows:
             self.allocator.retain(entry.block for entry in row)

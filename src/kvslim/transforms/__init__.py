@@ -6,7 +6,15 @@ from kvslim.recipe import Side
 from kvslim.registry import Registry, instantiate
 from kvslim.transforms.base import Transform
 
-TRANSFORMS = Registry("transform", {})
+TRANSFORMS = Registry(
+    "transform",
+    {
+        "center": "kvslim.transforms.center:Center",
+        "balance": "kvslim.transforms.balance:Balance",
+        "rotate": "kvslim.transforms.rotate:Rotate",
+        "outlier": "kvslim.transforms.outlier:Outlier",
+    },
+)
 
 
 def build_transforms(side: Side) -> tuple[Transform, ...]:

@@ -23,6 +23,8 @@ class Sample:
         Keys or values of real tokens, as the model made them.
     moment : Tensor of shape (kv_heads, head_dim, head_dim), fp32, or None
         E[q q^T] over the queries of the same prompt, the heads of a group together; None on the value side.
+    block : int
+        Tokens per block.
     tokens : int
         Tokens of the prompt that `x` was drawn from (`x` may hold fewer).
     prior : mapping of str to Tensor
@@ -31,6 +33,7 @@ class Sample:
 
     x: torch.Tensor
     moment: torch.Tensor | None = None
+    block: int = 128
     tokens: int = 0
     prior: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -63,6 +66,11 @@ class Transform(ABC):
     """Settings of a transform, a frozen dataclass. `fit` turns them into a `Fitted`."""
 
     needs_queries = False  # whether `fit` reads the query moment
+
+    @property
+    def prior(self) -> str:
+        """How much a calibration matters to `fit`: ``unused``, ``helps`` or ``needed``."""
+        return "unused"
 
     @abstractmethod
     def fit(self, sample: Sample) -> Fitted:

@@ -6,3 +6,5 @@ from kvslim.integrations.transformers.adapter import KVCache
 from kvslim.integrations.transformers.attention import enable, register
 
 __all__ = ["KVCache", "enable", "register"]
+
+register()

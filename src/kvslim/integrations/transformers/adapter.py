@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvslim.cache import LayerCache
-from kvslim.errors import InputError, PackedCacheError, StateError, UnsupportedModelError
+from kvslim.calibration import Calibration
+from kvslim.codecs.side import prior_use
+from kvslim.errors import InputError, KVSlimError, PackedCacheError, StateError, UnsupportedModelError
 from kvslim.integrations.transformers import compat
+from kvslim.integrations.transformers.calibrate import calibration_of
+from kvslim.integrations.transformers.fingerprint import fingerprint
 from kvslim.integrations.transformers.handle import PackedStates
 from kvslim.integrations.transformers.report import LayerReport, Report, storage_nbytes
 from kvslim.presets import DEFAULT_RECIPE
 from kvslim.recipe import Recipe
+from kvslim.store.step import Step
 from kvslim.store.table import BlockAllocator, BlockTable
 
 
@@ -93,6 +99,9 @@ class KVCache(Cache):
         Layers that stay with transformers' own 16-bit cache.
     strict : bool, optional
         Raise where a layer cannot be packed, instead of leaving it to transformers and saying so in `report`.
+    calibration : path or Calibration, optional
+        Statistics of this model (`kvslim calibrate`). Without it, a recipe that gains from them takes them from one
+        forward pass over random token ids, once per model and machine; given only a config, it does without.
 
     Raises
     ------
@@ -111,6 +120,7 @@ class KVCache(Cache):
         *,
         skip_layers: Iterable[int] = (),
         strict: bool = False,
+        calibration: str | Path | Calibration | None = None,
     ):
         compat.check_version()
         config = compat.text_config(model)
@@ -124,7 +134,9 @@ class KVCache(Cache):
         skipped = set(skip_layers)
         if skipped - set(range(len(kinds))):
             raise InputError(f"skip_layers names {sorted(skipped)}; the model has layers 0 to {len(kinds) - 1}")
+        self.calibration = _calibration(model, self.recipe, len(kinds), calibration)
         self.table = BlockTable(BlockAllocator(), self.recipe.block)
+        self.step = Step(self.table)
         self.reasons: dict[int, str] = {}
         layers = []
         for index, (kind, arguments, reason) in enumerate(kinds):
@@ -136,11 +148,14 @@ class KVCache(Cache):
                 self.reasons[index] = reason
                 layers.append(compat.framework_layer(kind, arguments))
             else:
-                layers.append(PackedLayer(LayerCache(self.recipe, index, self.table)))
+                compat.check_head_dim(self.recipe, index, config)
+                layers.append(PackedLayer(LayerCache(self.recipe, index, self.table, self._prior(index), self.step)))
         for override in self.recipe.layers:
             if override.last >= len(kinds):
                 raise InputError(f"'{override}' is past the last layer; the model has layers 0 to {len(kinds) - 1}")
         super().__init__(layers=layers)
+        self.step.layers = sum(isinstance(layer, CacheLayerMixin) for layer in layers)
+        self._last = max((i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)), default=-1)
         self.peak_nbytes = 0
         self._held = [0] * len(layers)
 
@@ -154,17 +169,37 @@ class KVCache(Cache):
                 "make a new cache for this model"
             )
         layer = self.layers[layer_idx]
+        if layer_idx in self.step:
+            self._break_off()
+        self._begin()
         if not isinstance(layer, PackedLayer):
-            return layer.update(key_states, value_states, *args, **kwargs)
-        if layer.core.pending is not None or layer.core.length != self._packed_length(layer_idx):
-            self._roll_back()
+            states, undo = compat.update_layer(layer, key_states, value_states, *args, **kwargs)
+            self.step.enter(layer_idx, undo)
+            self.step.leave(layer_idx)
+            return states
         try:
             states = layer.update(key_states, value_states, *args, **kwargs)
-        except InputError:
-            self._roll_back()
+        except KVSlimError:
+            self.step.undo()
             raise
         self._note_peak(layer_idx, key_states.nbytes + value_states.nbytes)
         return states
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Hand the convolution state of a linear-attention layer to that layer."""
+        self._note_linear(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Hand the recurrent state of a linear-attention layer to that layer."""
+        self._note_linear(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in the cache, padding included; a forward pass counts once every layer is through."""
+        return self.step.length if self.step.open and layer_idx == 0 else super().get_seq_length(layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of every sequence.
@@ -181,6 +216,7 @@ class KVCache(Cache):
         """
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): pass a negative count to remove that many tokens")
+        self.step.undo()
         count, length = -tokens_to_remove, self.get_seq_length()
         if count > length:
             raise StateError(f"crop({tokens_to_remove}): the cache holds only {length} tokens")
@@ -192,43 +228,46 @@ class KVCache(Cache):
             if not isinstance(layer, PackedLayer):
                 layer.crop(tokens_to_remove)
         if count:
-            self._crop_packed(self._packed_length() - count)
+            self._crop_packed(count)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make sequence ``i`` what sequence ``beam_idx[i]`` was (beam search)."""
-        self._pick(beam_idx.tolist())
-        self._others("reorder_cache", beam_idx)
+        self._pick(beam_idx.tolist(), "reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times; blocks are shared, not copied."""
-        self._pick([row for row in range(len(self.table.rows)) for _ in range(repeats)])
-        self._others("batch_repeat_interleave", repeats)
+        order = [row for row in range(len(self.table.rows)) for _ in range(repeats)]
+        self._pick(order, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`."""
         rows = indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices
-        self._pick(rows.tolist())
-        self._others("batch_select_indices", indices)
+        self._pick(rows.tolist(), "batch_select_indices", indices)
 
     def reset(self) -> None:
         """Forget all tokens; recipe and layers stay."""
+        self.step.close()
+        self.step.lost.clear()
         self.table.clear()
         for layer in self.layers:
             if isinstance(layer, PackedLayer):
                 layer.core.clear()
             else:
                 layer.reset()
-        self.peak_nbytes = 0
+        self.peak_nbytes, self._held = 0, [0] * len(self.layers)
 
     def fork(self) -> KVCache:
         """Return a cache with the same tokens; sealed blocks are shared, neither cache sees the other's later tokens."""
-        if any(layer.core.pending is not None for layer in self._packed()):
-            raise StateError("fork() in the middle of a forward call; wait for it to end")
+        self.step.undo()
         other = KVCache.__new__(KVCache)
         table = self.table.fork()
-        layers = [_copy_layer(layer, table) for layer in self.layers]
+        other.step = Step(table)
+        other.step.layers, other.step.lost = self.step.layers, set(self.step.lost)
+        layers = [_copy_layer(layer, table, other.step) for layer in self.layers]
         Cache.__init__(other, layers=layers)
+        other._last = self._last
         other.recipe, other.table, other.reasons = self.recipe, table, self.reasons
+        other.calibration = self.calibration
         other.peak_nbytes, other._held = self.peak_nbytes, list(self._held)
         return other
 
@@ -246,7 +285,7 @@ class KVCache(Cache):
                 layers.append(LayerReport.of_packed(index, layer.core))
             else:
                 layers.append(LayerReport.of_dense(index, layer, self.reasons[index]))
-        held = storage_nbytes(self)
+        held = self.nbytes
         return Report.of(self.recipe, layers, held, max(self.peak_nbytes, held))
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -257,67 +296,113 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor reachable from the cache; storage shared by several tensors counts once."""
-        return storage_nbytes(self)
+        """Bytes of every tensor reachable from the cache; storage shared by several tensors counts once.
+
+        The calibration is left out: it belongs to the model and serves all its caches.
+        """
+        shared = () if self.calibration is None else [t for each in self.calibration.layers.values() for t in each.values()]
+        return storage_nbytes(self, shared)
+
+    def _prior(self, layer: int) -> Mapping[str, torch.Tensor] | None:
+        return None if self.calibration is None else self.calibration.layers.get(layer)
 
     # -- inner --------------------------------------------------------------------------------------------------------
 
     def _packed(self) -> Iterator[PackedLayer]:
         return (layer for layer in self.layers if isinstance(layer, PackedLayer))
 
-    def _packed_length(self, before: int | None = None) -> int:
-        """Length that all packed layers agree on between forwards; inside one, that of the layers not yet reached."""
-        layers = self.layers if before is None else self.layers[before:]
-        lengths = [layer.core.length for layer in layers if isinstance(layer, PackedLayer)]
-        return min(lengths, default=0)
+    def _begin(self) -> None:
+        if self.step.lost:
+            raise StateError(
+                f"layers {sorted(self.step.lost)} keep no earlier state, so the forward pass that failed in a later layer "
+                "could not be undone; call cache.reset() and start again"
+            )
+        if not self.step.open:
+            self.step.begin(self.get_seq_length())
 
-    def _roll_back(self) -> None:
-        """Undo a forward call that broke off half-way: every packed layer goes back to the shortest length."""
-        self._crop_packed(self._packed_length())
+    def _break_off(self) -> None:
+        """Undo the last forward pass: a new one begins, and it never reached its end."""
+        reached, length = sorted(self.step.through), self.step.length
+        self.step.undo()
+        if reached:  # the new pass has already taken its positions from a cache that was too long
+            raise StateError(
+                f"the last forward pass went only through layers {reached} of {len(self.layers)} and was undone; the cache "
+                f"holds {length} tokens as before. Call the model again; if this repeats, the cache was made for another model"
+            )
 
-    def _crop_packed(self, length: int) -> None:
+    def _note_linear(self, layer_idx: int) -> None:
+        if layer_idx < self._last:  # after the last attention layer nothing of ours can fail any more
+            self._begin()
+            self.step.enter(layer_idx, None)
+
+    def _crop_packed(self, count: int) -> None:
         kept: list[int] = []
         for layer in self._packed():
-            kept = layer.core.crop(length) or kept
+            kept = layer.core.crop(layer.core.length - count)
         for row, tokens in enumerate(kept):
             self.table.crop(row, tokens)
 
-    def _pick(self, order: list[int]) -> None:
+    def _pick(self, order: list[int], operation: str, argument: Any) -> None:
+        """Apply `operation` to all layers, or to none: the packed ones become rows `order`."""
+        self.step.undo()
+        others = [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
+        for layer in others:
+            if not hasattr(layer, operation):
+                raise StateError(f"{operation}() is not supported by transformers' {type(layer).__name__}; nothing was changed")
         rows = len(self.table.rows)
-        if not rows:
-            return
-        bad = [row for row in order if not -rows <= row < rows]
+        bad = [row for row in order if rows and not -rows <= row < rows]
         if bad:
             raise InputError(f"sequence {bad[0]} does not exist; the cache holds {rows}")
-        order = [row % rows for row in order]
-        self.table.pick(order)
-        for layer in self._packed():
-            layer.core.pick(order)
-
-    def _others(self, operation: str, argument: Any) -> None:
-        for layer in self.layers:
-            if not isinstance(layer, PackedLayer):
-                getattr(layer, operation)(argument)
+        if rows:
+            order = [row % rows for row in order]
+            self.table.pick(order)
+            for packed in self._packed():
+                packed.core.pick(order)
+        for layer in others:
+            getattr(layer, operation)(argument)
 
     def _note_peak(self, index: int, chunk: int) -> None:
         """Track the most bytes held at once: all layers, and the one chunk that is dense now."""
         previous = index - 1 if index else len(self.layers) - 1
         for at in {index, previous}:
             self._held[at] = _layer_nbytes(self.layers[at])
-        self.peak_nbytes = max(self.peak_nbytes, sum(self._held) + chunk)
+        self.peak_nbytes = max(self.peak_nbytes, sum(self._held) + chunk + self.step.nbytes)
+
+
+def _calibration(
+    model: Any, recipe: Recipe, layers: int, given: str | Path | Calibration | None
+) -> Calibration | None:
+    """Find the calibration that `recipe` needs or gains from, if any."""
+    if given is not None:
+        found = given if isinstance(given, Calibration) else Calibration.load(given)
+        if hasattr(model, "forward") and found.fingerprint != fingerprint(model):
+            raise InputError(
+                f"the calibration was made for another model (fingerprint {found.fingerprint}, this model's is "
+                f"{fingerprint(model)}); make one with `kvslim calibrate`"
+            )
+        return found
+    uses = {prior_use(side) for layer in range(layers) for side in set(recipe.sides(layer))}
+    if uses == {"unused"}:
+        return None
+    if hasattr(model, "forward"):
+        return calibration_of(model)
+    if "needed" in uses:
+        raise InputError(
+            f"recipe '{recipe.label}' needs a calibration, and a config has no weights to take it from; pass the model, or "
+            "calibration=FILE from `kvslim calibrate`"
+        )
+    return None
 
 
 def _layer_nbytes(layer: Any) -> int:
     if isinstance(layer, PackedLayer):
         return 0 if layer.core.store is None else layer.core.store.nbytes
-    return sum(t.nbytes for t in vars(layer).values() if isinstance(t, torch.Tensor))
+    return storage_nbytes(layer)
 
 
-def _copy_layer(layer: Any, table: BlockTable) -> Any:
+def _copy_layer(layer: Any, table: BlockTable, step: Step) -> Any:
     if isinstance(layer, PackedLayer):
-        copied = PackedLayer(layer.core.fork(table))
+        copied = PackedLayer(layer.core.fork(table, step))
         copied.is_initialized = layer.is_initialized
         return copied
-
-
     return copy.deepcopy(layer)

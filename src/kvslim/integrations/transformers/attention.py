@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvslim.attention.reference import Score, dense_attention
-from kvslim.errors import PackedCacheError, UnsupportedModelError
+from kvslim.errors import KVSlimError, PackedCacheError, UnsupportedModelError
 from kvslim.integrations.transformers import compat
 from kvslim.integrations.transformers.handle import PackedStates
 
@@ -88,12 +88,17 @@ def attention(
     if kwargs.get("position_bias") is not None:
         raise PackedCacheError("position_bias is not supported on a packed cache; use transformers' DynamicCache")
     layer = key.layer
-    if layer.length == 0 and softcap is None and s_aux is None and layer.pending is not None:
-        # nothing is stored yet: the chunk attends to itself exactly, in transformers' own way
-        out, _ = sdpa_attention_forward(
-            module, query, *layer.pending, attention_mask, scaling=scaling, is_causal=is_causal
-        )
-        layer.settle(query, attention_mask)
-        return out, None
-    out = layer.attend(query, attention_mask, score, causal=causal)
+    try:
+        layer.claim(module)
+        if layer.length == 0 and softcap is None and s_aux is None and layer.pending is not None:
+            # nothing is stored yet: the chunk attends to itself exactly, in transformers' own way
+            out, _ = sdpa_attention_forward(
+                module, query, *layer.pending, attention_mask, scaling=scaling, is_causal=is_causal
+            )
+            layer.settle(query, attention_mask)
+            return out, None
+        out = layer.attend(query, attention_mask, score, causal=causal)
+    except KVSlimError:
+        layer.take_back()
+        raise
     return out.transpose(1, 2).contiguous(), None

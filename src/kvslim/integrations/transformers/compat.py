@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
+import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, get_layer_types_and_kwargs
+from transformers import GenerationMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
 
+from kvslim.cache import build_packers
 from kvslim.errors import UnsupportedModelError
+from kvslim.recipe import Recipe
 
 OLDEST = "5.19"
 NAME = "kvslim"  # attention implementation; must not start with "flash" nor contain "sdpa", "flex_attention", "paged|", "/"
+
+# What forward() and generate() call the cache; newer versions warn about the older name.
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
 
 # Model types whose attention takes keys and values apart between cache.update() and the attention function (latent
 # attention that expands a compressed cache, indexers, per-head splits), so packed handles cannot pass through.
@@ -58,6 +78,11 @@ def text_config(model_or_config: Any) -> Any:
     return text
 
 
+def cache_argument(model: Any) -> str:
+    """Name of the keyword that `model` takes its cache by: ``cache``, formerly ``past_key_values``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any], str]]:
     """Return (kind, constructor arguments, reason it cannot be packed or '') per layer."""
     kinds, arguments = get_layer_types_and_kwargs(config)
@@ -84,11 +109,49 @@ def framework_layer(kind: str, arguments: dict[str, Any]) -> Any:
     return DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
 
 
+def check_head_dim(recipe: Recipe, index: int, config: Any) -> None:
+    """Raise RecipeError where a layer's head_dim and the recipe do not fit, before a single token is computed."""
+    layer = config.per_layer_config[index]
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    build_packers(recipe, index, (head_dim, head_dim), "fp16")
+
+
+def update_layer(
+    layer: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[Any, Callable[[], None] | None]:
+    """Update the framework's own `layer`; return its answer, and what takes the update back (None: nothing can)."""
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        return layer.update(key, value, *args, **kwargs), None
+    fresh, count = not layer.is_initialized, key.shape[-2]
+    plain = {name: attribute for name, attribute in vars(layer).items() if name not in ("keys", "values")}
+    states = layer.update(key, value, *args, **kwargs)
+    # whichever is longer holds the old states whole (a sliding layer answers with more than it keeps), at no cost: what
+    # the layer keeps is a view of it
+    whole = states if states[0].shape[-2] > layer.keys.shape[-2] else (layer.keys, layer.values)
+
+    def undo() -> None:
+        if fresh:
+            layer.reset()
+            return
+        vars(layer).update(plain)
+        layer.keys, layer.values = (tensor[..., : tensor.shape[-2] - count, :] for tensor in whole)
+
+    return states, undo
+
+
 def rollback_refusal(layer: Any, count: int) -> str:
     """Why the framework's own `layer` cannot give up `count` tokens, or ''."""
     if not getattr(layer, "is_croppable", False):
         return f"{type(layer).__name__} cannot be cropped"
+    recorded = getattr(layer, "record_past", False)
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not recorded:
+        return f"{type(layer).__name__} keeps no earlier state; call activate_past_recording() first"
     window = getattr(layer, "sliding_window", None)
-    if window is not None and count and layer.get_seq_length() >= window and not getattr(layer, "record_past", False):
+    if window is None or not count or layer.get_seq_length() < window:
+        return ""
+    if not recorded:
         return f"a sliding layer past its window of {window} keeps no older tokens; call activate_past_recording() first"
+    needed = min(window - 1, layer.get_seq_length() - count)
+    if layer.keys.shape[-2] - count < needed:
+        return f"a sliding layer recorded only {layer.keys.shape[-2]} tokens, and {count + needed} are needed"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,8 @@ from kvslim.errors import PackedCacheError
 _ALLOWED = frozenset({"shape", "dtype", "device", "ndim"})
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(what: str, layer: LayerCache) -> NoReturn:
+    layer.take_back()  # so that the cache is good for the next call
     raise PackedCacheError(
         f"packed keys or values reached code that wants a plain tensor ({what}); the model does not run on kvslim's "
         "attention. Load it with attn_implementation='kvslim' or call kvslim.enable(model)"
@@ -42,11 +44,22 @@ class PackedStates:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse(f".{name}")
+        _refuse(f".{name}", self.layer)
 
     def __getitem__(self, index: Any) -> Any:
-        _refuse("indexing")
+        _refuse("indexing", self.layer)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _refuse(getattr(func, "__name__", str(func)))
+        layer = next(argument.layer for argument in _flat((args, kwargs or {})) if isinstance(argument, cls))
+        _refuse(getattr(func, "__name__", str(func)), layer)
+
+
+def _flat(nested: Any) -> Iterator[Any]:
+    if isinstance(nested, dict):
+        nested = tuple(nested.values())
+    if isinstance(nested, (tuple, list)):
+        for item in nested:
+            yield from _flat(item)
+    else:
+        yield nested

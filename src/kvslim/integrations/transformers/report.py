@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -140,8 +141,9 @@ class Report:
         return "\n".join(lines)
 
 
-def storage_nbytes(root: Any) -> int:
-    """Bytes of every distinct torch storage reachable from `root` through attributes and containers."""
+def storage_nbytes(root: Any, shared: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of every distinct torch storage reachable from `root` through attributes and containers, but for `shared`."""
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in shared}
     storages: dict[int, int] = {}
     seen: set[int] = set()
     stack = [root]
@@ -152,7 +154,8 @@ def storage_nbytes(root: Any) -> int:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             storage = item.untyped_storage()
-            storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+            if storage.data_ptr() not in left_out:
+                storages[storage.data_ptr() or id(storage)] = storage.nbytes()
         elif isinstance(item, dict):
             stack.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):

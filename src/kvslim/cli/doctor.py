@@ -1,0 +1,161 @@
+"""`kvslim doctor`: what this machine has, what runs here, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvslim.cli import options
+from kvslim.errors import InputError
+from kvslim.models import MODELS, model_path
+
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16", "sve")
+
+
+def doctor(models_dir: options.ModelsDir = None, as_json: options.AsJson = False) -> None:
+    """Show machine, packages, backends and models; exit code 1 if a required package is missing or too old."""
+    found = diagnose(models_dir)
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False))
+    else:
+        _print(found)
+    if not all(package["supported"] for package in found["required"]):
+        raise typer.Exit(1)
+
+
+def diagnose(models_dir: Path | None) -> dict[str, Any]:
+    """Everything `doctor` knows, as plain values."""
+    required, extras = _packages()
+    return {
+        "machine": _machine(),
+        "required": required,
+        "extras": extras,
+        "backends": _backends(),
+        "models": [_model(name, models_dir) for name in MODELS],
+    }
+
+
+def _machine() -> dict[str, Any]:
+    processor, flags = _processor()
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": processor,
+        "processor_flags": flags,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+    }
+
+
+def _processor() -> tuple[str, list[str]]:
+    """Name and the instruction sets that matter here; only Linux says."""
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else ():
+        field, _, text = line.partition(":")
+        if field.strip() == "model name":
+            name = text.strip()
+        elif field.strip().lower() in ("flags", "features"):
+            flags.update(text.split())
+    return name, [flag for flag in _CPU_FLAGS if flag in flags]
+
+
+def _packages() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Required packages and extras as kvslim's own metadata lists them, each with what is installed."""
+    from packaging.requirements import Requirement
+
+    if _installed("kvslim") is None:
+        raise InputError(
+            "kvslim runs from a folder that is not installed; run `pip install -e .` in it, then this again"
+        )
+    required: list[dict[str, Any]] = []
+    extras: dict[str, list[str]] = {extra: [] for extra in metadata.metadata("kvslim").get_all("Provides-Extra") or ()}
+    for text in metadata.requires("kvslim") or ():
+        requirement = Requirement(text)
+        version = _installed(requirement.name)
+        supported = version is not None and requirement.specifier.contains(version, prereleases=True)
+        if requirement.marker is None:
+            needs = str(requirement.specifier)
+            required.append({"name": requirement.name, "version": version, "needs": needs, "supported": supported})
+            continue
+        for extra, missing in extras.items():
+            if requirement.marker.evaluate({"extra": extra}) and not supported:
+                missing.append(requirement.name)
+    return required, [
+        {"name": extra, "missing": missing, "install": f"pip install 'kvslim[{extra}]'" if missing else ""}
+        for extra, missing in extras.items()
+    ]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _backends() -> list[dict[str, Any]]:
+    """What can read packed bytes here, the definition of correct first."""
+    gpus, why_not = _gpus()
+    triton = _installed("triton")
+    return [
+        {"name": "reference", "available": True, "note": "torch, any device"},
+        {"name": "native", "available": False, "note": "CPU kernels are not built yet; reference is used"},
+        {
+            "name": "triton",
+            "available": False,
+            "note": f"kernels are not built yet; triton {triton or 'is not installed'}",
+        },
+        {"name": "cuda", "available": bool(gpus), "note": ", ".join(gpus) or why_not},
+    ]
+
+
+def _gpus() -> tuple[list[str], str]:
+    try:
+        import torch
+    except ImportError as error:
+        return [], f"torch cannot be imported: {error}"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return names, f"torch {torch.__version__} sees no GPU"
+
+
+def _model(name: str, models_dir: Path | None) -> dict[str, Any]:
+    path = model_path(name, models_dir)
+    nbytes = path.stat().st_size if path.is_file() else 0
+    return {"name": name, "title": MODELS[name].title, "path": str(path), "nbytes": nbytes, "terms": MODELS[name].terms}
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    machine = found["machine"]
+    console.print(f"Python {machine['python']} on {machine['system']}", highlight=False)
+    memory = f"{machine['memory_nbytes'] / 2**30:.0f} GiB" if machine["memory_nbytes"] else "unknown memory"
+    flags = " ".join(machine["processor_flags"])
+    console.print(f"{machine['processor']}, {machine['cores']} cores, {memory}  {flags}", highlight=False)
+    table = Table("what", "state", "note", show_lines=False)
+    for package in found["required"]:
+        state = package["version"] or "missing"
+        note = "" if package["supported"] else f"needs {package['needs']}: pip install -U kvslim"
+        table.add_row(package["name"], state, note, style=None if package["supported"] else "red")
+    table.add_section()
+    for backend in found["backends"]:
+        table.add_row(backend["name"], "yes" if backend["available"] else "no", backend["note"])
+    table.add_section()
+    for extra in found["extras"]:
+        note = f"missing {', '.join(extra['missing'])}: {extra['install']}" if extra["missing"] else ""
+        table.add_row(escape(f"[{extra['name']}]"), "no" if extra["missing"] else "yes", escape(note))
+    table.add_section()
+    for model in found["models"]:
+        state = f"{model['nbytes'] / 1e6:,.0f} MB" if model["nbytes"] else "not fetched"
+        table.add_row(model["name"], state, f"{model['title']}, {model['terms'].split('(')[0].strip()}")
+    console.print(table)

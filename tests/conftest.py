@@ -1,0 +1,70 @@
+"""Models that several test files share: a tiny one made here, and real ones that fetch and unpack themselves."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvslim.integrations.transformers.loading import LoadedModel, load_model
+
+_REAL = {"qwen05b", "gemma270m"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _REAL.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("real_model")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """Folder of a two-layer Llama (context 256, head_dim 32) with a word tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    words = ["<unk>", "<end>", "user", "a", "b", "assistant", *(f"w{index}" for index in range(58))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
+    wrapped.chat_template = (
+        "{% for message in messages %}{{ message.role }} {{ message.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    wrapped.save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def _load(name: str) -> LoadedModel:
+    folder = os.environ.get("KVSLIM_MODELS")
+    return load_model(name, dtype="float32", device="cpu", models_dir=Path(folder) if folder else None)
+
+
+@pytest.fixture(scope="session")
+def qwen05b() -> LoadedModel:
+    """Qwen2.5-Coder-0.5B-Instruct in fp32 on kvslim's attention; a test that changes it changes it back."""
+    return _load("qwen0.5b")
+
+
+@pytest.fixture(scope="session")
+def gemma270m() -> LoadedModel:
+    """Gemma 3 270M in fp32 on kvslim's attention; a test that changes it changes it back."""
+    return _load("gemma270m")
