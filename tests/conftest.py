@@ -19,9 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("real_model")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+@pytest.fixture(autouse=True)
+def _threads(request) -> None:
+    """Tiny tensors gain nothing from a second thread, and lose much where the machine is busy."""
+    torch.set_num_threads(2 if request.node.get_closest_marker("real_model") else 1)
 
 
 @pytest.fixture(scope="session")

@@ -328,7 +328,7 @@ def test_qjl_is_unbiased(monkeypatch):
     draws = 300
     errors = []
     for seed in range(draws):
-        monkeypatch.setattr(qjl, "sketch", lambda head_dim, _, s=seed: gaussian(head_dim, head_dim, s).float())
+        monkeypatch.setattr(qjl, "sketch", lambda n, _, dtype, s=seed: gaussian(n, n, s).to(dtype))
         errors.append(round_trip("qjl:3", x) - x)
     stacked = torch.stack(errors)
     standard_error = stacked.std(0) / math.sqrt(draws)

@@ -18,10 +18,10 @@ from kvslim.integrations.transformers import loading
 from kvslim.integrations.transformers.loading import LoadedModel
 from kvslim.recipe import Recipe
 
-KEYS = (
-    "bits_per_value nbytes nbytes_16bit peak_nbytes recipe prefill_tokens_per_s decode_tokens_per_s kl_mean top1 text "
-    "new_tokens"
-).split()
+KEYS = [
+    *("recipe", "bits_per_value", "nbytes", "nbytes_16bit", "peak_nbytes", "prefill_tokens_per_s"),
+    *("decode_tokens_per_s", "kl_mean", "top1", "text", "new_tokens"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def test_answers(demo):
     assert sum(seen) == 4 * demo.tokens_per_answer
     assert [answer.recipe for answer in (base, none, int8, int4)] == [BASELINE, "none", "int8", "int4"]
     assert base.holding.bits_per_value == 16
-    assert base.holding.nbytes == 2 * 2 * 2 * 32 * (len(demo.prompt.ids) + 7), "layers, K and V, 2 bytes, head_dim, tokens"
+    layers, sides, two_bytes, head_dim = 2, 2, 2, 32
+    assert base.holding.nbytes == layers * sides * two_bytes * head_dim * (len(demo.prompt.ids) + 7)
     assert (base.kl_mean, base.top1) == (pytest.approx(0, abs=1e-7), 1.0)
     assert none.text == base.text
     assert abs(none.kl_mean) < 1e-7

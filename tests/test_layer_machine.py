@@ -13,8 +13,8 @@ from kvslim.recipe import Recipe
 from kvslim.store.table import BlockAllocator, BlockTable
 
 LAYERS = (Geometry(4, 2, 8, 8), Geometry(4, 1, 16, 8))  # share one table, as the layers of a model do
-MOST = 500  # columns
-chunks = st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 300))
+MOST = 320  # columns
+chunks = st.one_of(st.just(1), st.integers(1, 9), st.integers(1, 9), st.integers(1, 30), st.integers(1, 300))
 
 
 class Twin:
@@ -164,7 +164,7 @@ class ImmediateMachine(LayerMachine):
 
 
 quick = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLayerMachine = LayerMachine.TestCase
 TestLayerMachine.settings = quick

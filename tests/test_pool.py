@@ -130,6 +130,15 @@ def test_writing_tokens_leaves_the_other_slots_alone():
     assert ids_in(pool.read("v", [0, 1, 2])) == [0, 1, 2]
 
 
+def test_copy_takes_both_sides():
+    pool = make_pool()
+    fill(pool, [0, 1, 2])
+    pool.reserve(5)
+    pool.copy(1, 4)
+    for side in "kv":
+        assert ids_in(pool.read(side, [0, 1, 2, 4])) == [0, 1, 2, 1]
+
+
 def test_clear_frees_everything():
     pool = make_pool()
     fill(pool, [0, 1])

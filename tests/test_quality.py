@@ -1,6 +1,7 @@
 """`eval quality`: the protocol, the remembered baseline, and the rows, on a tiny model; and Qwen 0.5B's figures."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from kvslim.eval.shelf import Shelf
 from kvslim.eval.text import Text, load_text, python_docs
 
 SMALL = Protocol(prefill=96, score=64, chunk=16, prefixes=2)
-KEYS = (
-    "recipe bits_per_value bits_per_value_packed nbytes nbytes_16bit kl_mean kl_p99 kl_p999 top1 ppl ppl_ratio kl_each "
-    "kl_trimmed"
-).split()
+KEYS = [
+    *("recipe", "bits_per_value", "bits_per_value_packed", "nbytes", "nbytes_16bit", "kl_mean", "kl_p99", "kl_p999"),
+    *("top1", "ppl", "ppl_ratio", "kl_each", "kl_trimmed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +121,6 @@ def test_logits_changed_after_the_head_are_not_remembered(model, ids, tmp_path, 
 
 
 def test_the_shelf_drops_the_least_recently_used(tmp_path):
-    import os
-
     shelf = Shelf(tmp_path, limit_nbytes=3000)
     for index in range(4):
         shelf.save(f"k{index}", torch.zeros(200))
@@ -175,15 +174,16 @@ def test_offsets_are_those_of_the_protocol():
     assert Protocol().offsets(300_000) == list(OFFSETS)
     assert Protocol().offsets(120_000) == [2000, 90_000, 120_000 - 1537]
     assert Protocol().offsets(3 * 1537) == [0, 1537, 2 * 1537], "spread where the clipped ones overlap"
-    assert Protocol(prefixes=1).offsets(300_000) == [0]
-    assert len(Protocol(prefixes=5).offsets(300_000)) == 5
+    assert Protocol(prefixes=1).offsets(300_000) == [2000]
+    assert Protocol(prefixes=1).offsets(1600) == [63]
+    assert Protocol(prefixes=5).offsets(300_000) == [2000, 46_500, 91_000, 135_500, 180_000]
 
 
 @pytest.mark.parametrize(
     ("protocol", "message"),
     [
         (Protocol(prefill=96, score=64, prefixes=5), r"700 tokens, but 5 prefixes of 96 \+ 64 \+ 1 need 805"),
-        (Protocol(prefill=96, score=64, prefixes=1, offset_positions=2000), "reach position 2,160, .* context is 2,048"),
+        (Protocol(prefill=96, score=64, prefixes=1, offset_positions=2000), "position 2,160, .* context is 2,048"),
     ],
 )
 def test_refusals_name_both_numbers(model, ids, protocol, message):
@@ -218,7 +218,7 @@ def test_texts(tmp_path):
 
 
 def test_qwen_kivi4(qwen05b):
-    """One passage of Python's documentation: with the default tail, and with nothing kept exact but the first tokens."""
+    """One passage of Python's documentation: with the default tail, and with nothing exact but the first tokens."""
     ids = tokenize(qwen05b.tokenizer, python_docs())
     protocol = Protocol(prefixes=1)
     tail, bare = measure_quality(qwen05b.model, ids, ["kivi4", "kivi4+recent=0"], protocol)

@@ -92,17 +92,38 @@ def test_a_cropped_block_of_ones_own_is_filled_again():
     assert table.place(0, 3, 5, whole=False) == [Placement(0, 3, 2)]
 
 
-def test_a_shared_block_is_never_written():
+def test_a_shared_block_is_copied_before_it_is_written():
     table = table_of(0)
     table.place(0, 0, 5, whole=False)
     fork = table.fork()
-    assert table.place(0, 5, 6, whole=False) == [Placement(1, 0, 1)]
-    assert table.place(0, 6, 7, whole=False) == [Placement(1, 1, 1)]
-    assert fork.place(0, 5, 6, whole=False) == [Placement(2, 0, 1)]
-    assert table.rows[0] == [Entry(0, 5), Entry(1, 2)]
-    table.clear()
-    fork.crop(0, 3)
-    assert fork.place(0, 3, 4, whole=False) == [Placement(0, 3, 1)]  # now it is the fork's alone
+    first = table.place(0, 5, 6, whole=False)
+    assert first == [Placement(1, 5, 1, source=0)]
+    assert table.place(0, 5, 6, whole=False) == first  # the next layer copies as well
+    assert table.place(0, 6, 7, whole=False) == [Placement(1, 6, 1)]
+    assert fork.place(0, 5, 6, whole=False) == [Placement(0, 5, 1)]  # by now it is the fork's alone
+    assert (table.rows, fork.rows) == ([[Entry(1, 7)]], [[Entry(0, 6)]])
+
+
+def test_rows_that_part_copy_once_each():
+    table = table_of(0)
+    table.place(0, 0, 10, whole=False)
+    table.pick([0, 0, 0])
+    places = [table.place(row, 10, 11, whole=False) for row in range(3)]
+    assert places == [[Placement(2, 2, 1, source=1)], [Placement(3, 2, 1, source=1)], [Placement(1, 2, 1)]]
+    assert table.allocator.in_use == 4
+
+
+def test_restore_undoes_a_copy():
+    table = table_of(0)
+    table.place(0, 0, 5, whole=False)
+    table.pick([0, 0])
+    before = table.snapshot()
+    for row in range(2):
+        table.place(row, 5, 30, whole=False)
+    table.restore(before)
+    assert table.rows == [[Entry(0, 5)], [Entry(0, 5)]]
+    assert (table.allocator.in_use, table.allocator.references(0)) == (1, 2)
+    assert table.place(0, 5, 6, whole=False) == [Placement(1, 5, 1, source=0)]
 
 
 def test_crop_lets_go_of_blocks_past_the_end():
@@ -193,7 +214,9 @@ def test_counts_are_the_number_of_rows_that_hold_a_block(steps):
         if name in ("whole", "token") and rows:
             count = number // BLOCK * BLOCK if name == "whole" else number
             length = len(rows[row])
-            for block, slot, size in table.place(row, length, length + count, whole=name == "whole"):
+            for block, slot, size, source in table.place(row, length, length + count, whole=name == "whole"):
+                if source is not None:
+                    written.update({(block, i): written[source, i] for i in range(slot)})
                 for i in range(size):
                     written[block, slot + i] = token
                     rows[row].append(token)

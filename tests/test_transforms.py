@@ -7,7 +7,7 @@ from kvslim.errors import RecipeError
 from kvslim.recipe import Side
 from kvslim.transforms import TRANSFORMS, build_transforms
 from kvslim.transforms.base import Chain, Sample, fit_chain
-from kvslim.transforms.dense import gaussian, orthogonal, row_product, signs
+from kvslim.transforms.dense import gaussian, orthogonal, signs
 from kvslim.transforms.rotate import Rotate, butterfly, rotation_matrix
 
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
@@ -89,7 +89,7 @@ def test_offsets_pass_through_later_steps(steps):
 @pytest.mark.parametrize("kind", ["hadamard", "orthogonal"])
 @pytest.mark.parametrize("parts", [0, 8])
 def test_rotations_are_orthogonal(head_dim, kind, parts):
-    matrix = rotation_matrix(Rotate(kind, signs=True, parts=parts), head_dim, "cpu")
+    matrix = rotation_matrix(Rotate(kind, signs=True, parts=parts), head_dim, "cpu", torch.float32)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(head_dim), atol=1e-5, rtol=0)
     if parts:
         assert not matrix[:parts, parts:].any()
@@ -109,7 +109,8 @@ def test_hadamard_is_sylvesters_and_block_diagonal_where_it_must_be():
 def test_rotations_are_shared_and_not_stored():
     first, second = fitted("rotate", 64), fitted("rotate", 64)
     assert first.tensors() == {}
-    assert rotation_matrix(Rotate(), 64, "cpu") is rotation_matrix(Rotate(), 64, "cpu")
+    matrices = [rotation_matrix(Rotate(), 64, "cpu", torch.float32) for _ in range(2)]
+    assert matrices[0] is matrices[1]
     x = normal(1, HEADS, 3, 64)
     assert torch.equal(first.forward(x), second.forward(x))
 
@@ -153,9 +154,3 @@ def test_seeded_matrices_are_what_they_were():
     assert signs(8, seed=1).tolist() == [1, -1, -1, -1, -1, 1, 1, 1]
     turned = orthogonal(2, seed=1).flatten().tolist()
     assert [round(value, 6) for value in turned] == [0.984991, 0.172607, -0.172607, 0.984991]
-
-
-def test_row_product_takes_heads_and_single_rows():
-    x, matrix = normal(3, HEADS, 5, 32), normal(HEADS, 32, 48, seed=1)
-    torch.testing.assert_close(row_product(x, matrix), x @ matrix, atol=1e-4, rtol=1e-4)
-    assert row_product(x[:, :, :1], matrix).shape == (3, HEADS, 1, 48)

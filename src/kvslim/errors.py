@@ -38,6 +38,10 @@ class StateError(KVSlimError, RuntimeError):
     """An operation does not fit the cache's present state; nothing was changed."""
 
 
+class PackingWarning(UserWarning):
+    """A recipe that is known to fail on keys like this model's is in use."""
+
+
 def did_you_mean(got: str, allowed: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the closest allowed name, or an empty string."""
     close = difflib.get_close_matches(got.lower(), list(allowed), n=1, cutoff=0.6)

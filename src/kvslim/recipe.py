@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvslim.errors import RecipeError, did_you_mean
-from kvslim.presets import PRESETS, pair
+from kvslim.presets import PRESETS, Preset, pair
 
 VERSION = 1
 _STEP = re.compile(r"[a-z][a-z0-9_]*(:[a-z0-9_.=-]+)*")
@@ -169,6 +169,11 @@ class Recipe:
             raise RecipeError(f"block={self.block} is no multiple of 8; use 8, 16, 32, 64, 128 or 256")
         if self.immediate and self.recent:
             raise RecipeError(f"immediate packs every token at once, so recent={self.recent} cannot hold; drop one of them")
+
+    @property
+    def preset(self) -> Preset | None:
+        """The preset that this recipe was named after, if any."""
+        return PRESETS.get(self.label.split("+")[0])
 
     def with_sides(self, *, key: str | None = None, value: str | None = None) -> Recipe:
         """Return this recipe with K or V packed as in another preset, pair or side string."""

@@ -234,7 +234,7 @@ class _Pass:
         """Yield (block ids, valid tokens, first positions) of at most `TILE` tokens."""
         entries, block = self.view.entries, self.store.block
         size = max(1, TILE // block)
-        start = self.view.sinks
+        start = self.view.origin + self.view.sinks
         for at in range(0, len(entries), size):
             tile = entries[at : at + size]
             starts = []

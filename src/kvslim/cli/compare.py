@@ -34,7 +34,14 @@ def note_of(recipe: str) -> str:
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar with the time left on standard error; yields a function that advances it."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())

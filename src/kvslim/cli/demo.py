@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _SHOWN = (DEFAULT_RECIPE, "kivi4", "int8", "int4")  # the last one as what not to do
 _DEFAULT = ",".join(name for name in dict.fromkeys(_SHOWN) if name in PRESETS)
 _NONSENSE_TOP1 = 0.5
+_COLUMNS = (
+    *("bits per\nvalue", "held\nMiB", "of\n16 bits", "peak\nMiB"),
+    *("prefill\ntok/s", "decode\ntok/s", "KL", "top-1"),
+)
 
 
 def demo(
@@ -69,15 +73,16 @@ def _show(title: str, dtype: str, answers: list[Answer], scored: int) -> None:
     console = Console()
     table = Table(title=title, title_justify="left")
     table.add_column("recipe", overflow="fold")
-    for name in ("bits per\nvalue", "held\nMiB", "of\n16 bits", "peak\nMiB", "prefill\ntok/s", "decode\ntok/s", "KL", "top-1"):
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
     for answer in answers:
         table.add_row(answer.recipe, *_cells(answer))
     console.print(table)
     console.print(
         f"Bits per value: everything held, exact tokens included. 16 bits are counted at 2 bytes per value; the model "
-        f"computes in {dtype.removeprefix('torch.')}, and a peak counts the one layer that is dense during prefill at that "
-        f"width. KL and top-1 agreement: against 16 bits, over {scored} tokens (the 16-bit answer, then more of the text).",
+        f"computes in {dtype.removeprefix('torch.')}, and a peak counts the one layer that is dense during prefill at "
+        f"that width. KL and top-1 agreement: against 16 bits, over {scored} tokens (the 16-bit answer, then more of "
+        "the text).",
         highlight=False,
     )
     for answer in answers:

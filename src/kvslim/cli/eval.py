@@ -62,6 +62,21 @@ def quality(
         _show(loaded.name, f"{content.name}, {prefixes} x ({prefill} + {score}) tokens", rows)
 
 
+@app.command()
+def table(
+    files: Annotated[list[Path], typer.Argument(help="Files written by `kvslim eval quality --json`.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; standard output without.")] = None,
+) -> None:
+    """Put the results of several evaluations into one Markdown table."""
+    from kvslim.eval.compare import markdown, read_rows
+
+    text = markdown(read_rows(files))
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
 def _show(model: str, text: str, rows: list[Quality]) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -79,5 +79,9 @@ def grouped(x: torch.Tensor, group: int) -> torch.Tensor:
 
 def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Index of the nearest entry of an ascending `table`, ties to the lower index; uint8, shape of `x`."""
-    edges = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(x.contiguous(), edges, out_int32=True).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), midpoints(table), out_int32=True).to(torch.uint8)
+
+
+def midpoints(table: torch.Tensor) -> torch.Tensor:
+    """Edges between the cells of an ascending `table`."""
+    return (table[1:] + table[:-1]) / 2

@@ -17,7 +17,7 @@ from typing_extensions import override
 from kvslim.bitpack import pack
 from kvslim.codecs.base import Codec, token_layout
 from kvslim.codecs.clip import CLIPS, clip_limit, uniform_codes
-from kvslim.codecs.scales import TINY, to_fp16
+from kvslim.codecs.scales import TINY, to_fp16, total
 from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
 
@@ -48,9 +48,9 @@ class EqualizeCodec(Codec):
 
     @override
     def encode(self, x: torch.Tensor, feedback: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        offset = to_fp16(x.mean(-2, keepdim=True))
+        offset = to_fp16(total(x, -2) / x.shape[-2])
         residual = x - offset.float()
-        deviation = residual.square().mean(-2, keepdim=True).sqrt()
+        deviation = (total(residual.square(), -2) / x.shape[-2]).sqrt()
         limit = clip_limit(residual / deviation.clamp_min(TINY), self.bits, self.clip)
         channel = to_fp16(deviation * limit * (2 / (2**self.bits - 1)))
         codes = uniform_codes(residual, channel.float().clamp_min(TINY), self.bits).to(torch.uint8)

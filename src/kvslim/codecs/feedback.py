@@ -12,11 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-from kvslim.transforms.dense import row_product
-
-_PANEL = 32  # channels whose errors are carried one by one; the channels behind them take one matrix product per panel
-_COLUMNS = 16  # see transforms.dense: a single column would be summed in another order
-
 # (channel, its values of shape (kv_heads, rows)) -> codes, uint8, and the values that these stand for
 Quantize = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -66,29 +61,36 @@ def code_with_feedback(
     whitened : Tensor of the same shape, fp32
         f = U^-T (x - values).
     """
-    shape, head_dim = x.shape, x.shape[-1]
-    z = to_columns(x).clone(memory_format=torch.contiguous_format)
+    z, step, diagonal = _prepared(x, factor)
     codes, values = torch.empty_like(z, dtype=torch.uint8), torch.empty_like(z)
-    error = torch.empty_like(z)
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    step = factor / diagonal[..., None]  # [G, j, i] = U_ji / U_jj
-    for start in range(0, head_dim, _PANEL):
-        stop = min(start + _PANEL, head_dim)
-        for j in range(start, stop):
-            codes[j], values[j] = quantize(j, z[j])
-            torch.sub(z[j], values[j], out=error[j])
-            if j + 1 < stop:
-                z[j + 1 : stop] -= step[:, j, j + 1 : stop].T[..., None] * error[j]
-        if stop < head_dim:
-            z[stop:] -= _carried(step[:, start:stop, stop:], error[start:stop])
-    whitened = error / diagonal.T[..., None]
-    return _to_tokens(codes, shape), _to_tokens(values, shape), _to_tokens(whitened, shape)
+    for j in range(len(z)):
+        codes[j], values[j] = quantize(j, z[j])
+        z[j] -= values[j]
+        _carry(z, step, j)
+    return _to_tokens(codes, x.shape), _to_tokens(values, x.shape), _to_tokens(z / diagonal, x.shape)
 
 
 def whiten(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return U^-T x for tokens (..., kv_heads, tokens, head_dim): <whiten(a), whiten(b)> = a^T M b."""
-    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    return row_product(x, torch.linalg.solve_triangular(factor, eye, upper=True))
+    """Return U^-T x for x (blocks, kv_heads, tokens, head_dim): <whiten(a), whiten(b)> = a^T M b.
+
+    This is what the recursion leaves when every channel is coded as 0.
+    """
+    z, step, diagonal = _prepared(x, factor)
+    for j in range(len(z)):
+        _carry(z, step, j)
+    return _to_tokens(z / diagonal, x.shape)
+
+
+def _prepared(x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Own copy of x by columns, U_ji / U_jj as [j, i, G, 1], and the diagonal of U as [j, G, 1]."""
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    step = (factor / diagonal[..., None]).permute(1, 2, 0).contiguous()
+    return to_columns(x).clone(memory_format=torch.contiguous_format), step[..., None], diagonal.T[..., None]
+
+
+def _carry(z: torch.Tensor, step: torch.Tensor, j: int) -> None:
+    # one product and one difference per value, never a sum in some library's order: the bytes depend on it
+    z[j + 1 :] -= step[j, j + 1 :] * z[j]
 
 
 def to_columns(x: torch.Tensor) -> torch.Tensor:
@@ -99,10 +101,3 @@ def to_columns(x: torch.Tensor) -> torch.Tensor:
 def _to_tokens(columns: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     blocks, heads, tokens, width = shape
     return columns.view(width, heads, blocks, tokens).permute(2, 1, 3, 0).contiguous()
-
-
-def _carried(step: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """Sum step[j, i] * error[j] over a panel's j: ``(G, panel, rest), (panel, G, rows) -> (rest, G, rows)``."""
-    rows = error.shape[-1]
-    padded = torch.nn.functional.pad(error, (0, -rows % _COLUMNS)).transpose(0, 1)
-    return torch.bmm(step.mT, padded).transpose(0, 1)[..., :rows]

@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvslim.bitpack import pack, packed_width
 from kvslim.codecs.base import Codec, nearest
 from kvslim.codecs.levels import levels
-from kvslim.codecs.scales import fit_ratio, normalised, to_fp16
+from kvslim.codecs.scales import fit_ratio, normalised, to_fp16, total
 from kvslim.layout import PackedLayout, Part, Segment
 from kvslim.registry import choice
 from kvslim.transforms.dense import gaussian, row_product
@@ -61,20 +61,21 @@ class QJLCodec(Codec):
         y = table[codes.int()]
         scale = to_fp16(r * fit_ratio(z, y, self.fit))
         residual = x - scale.float() * y
-        signs = (row_product(residual, sketch(x.shape[-1], str(x.device)).T) > 0).to(torch.uint8)
-        norm = to_fp16(residual.square().sum(-1, keepdim=True).sqrt())
+        signs = (row_product(residual, sketch(x.shape[-1], str(x.device), torch.float64).T) > 0).to(torch.uint8)
+        norm = to_fp16(total(residual.square()).sqrt())
         code = torch.cat((pack(codes, self.bits - 1), pack(signs, 1)), dim=-1)
         return {"code": code, "token": torch.cat((scale, norm), dim=-1)}
 
     @override
     def expand_query(self, query: torch.Tensor) -> torch.Tensor:
-        matrix = sketch(query.shape[-1], str(query.device))
+        matrix = sketch(query.shape[-1], str(query.device), torch.float32)
         return torch.cat((query, query @ matrix.T * _unbias(query.shape[-1])), dim=-1)
 
     @override
     def reduce_output(self, acc: torch.Tensor) -> torch.Tensor:
         direct, signs = acc.chunk(2, dim=-1)
-        return direct + signs @ sketch(direct.shape[-1], str(acc.device)) * _unbias(direct.shape[-1])
+        matrix = sketch(direct.shape[-1], str(acc.device), torch.float32)
+        return direct + signs @ matrix * _unbias(direct.shape[-1])
 
 
 def _unbias(head_dim: int) -> float:
@@ -82,6 +83,6 @@ def _unbias(head_dim: int) -> float:
 
 
 @lru_cache(maxsize=16)
-def sketch(head_dim: int, device: str) -> torch.Tensor:
-    """S of shape (head_dim, head_dim), fp32, shared by every cache of the process."""
-    return gaussian(head_dim, head_dim, _SEED).to(device, torch.float32)
+def sketch(head_dim: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """S of shape (head_dim, head_dim), shared by every cache of the process."""
+    return gaussian(head_dim, head_dim, _SEED).to(device, dtype)

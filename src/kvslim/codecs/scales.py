@@ -27,6 +27,20 @@ def to_fp16(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-LARGEST, LARGEST).half()
 
 
+def total(x: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    """Sum along `axis`, which stays as size 1, by folding the axis in half (zero-padded to a power of two).
+
+    Scales are bytes, and this order of additions is the same on every processor; a library's own is not.
+    """
+    x = x.movedim(axis, 0)
+    size = 1 << (len(x) - 1).bit_length()
+    while size > 1:
+        size //= 2
+        low, high = x[:size], x[size:]
+        x = torch.cat((low[: len(high)] + high, low[len(high) :])) if len(high) < size else low + high
+    return x.movedim(0, axis)
+
+
 def normalised(values: torch.Tensor, *, by_range: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide each group by its rms, or by its largest magnitude.
 
@@ -41,7 +55,7 @@ def normalised(values: torch.Tensor, *, by_range: bool = False) -> tuple[torch.T
     r : Tensor of shape (..., 1), fp32
         Rounded to fp16; 0 where the group is zero, whose z is 0 too.
     """
-    size = values.abs().amax(-1, keepdim=True) if by_range else values.square().mean(-1, keepdim=True).sqrt()
+    size = values.abs().amax(-1, keepdim=True) if by_range else (total(values.square()) / values.shape[-1]).sqrt()
     r = to_fp16(size).float()
     return values / r.clamp_min(TINY), r
 
@@ -58,12 +72,11 @@ def fit_ratio(z: torch.Tensor, y: torch.Tensor, fit: str) -> torch.Tensor:
     """
     if fit == "plain":
         return torch.ones_like(z[..., :1])
-    zz, zy, yy = ((a * b).sum(-1, keepdim=True) for a, b in ((z, z), (z, y), (y, y)))
     if fit in ("ls", "search"):
-        return zy / yy.clamp_min(TINY)
+        return total(z * y) / total(y * y).clamp_min(TINY)
     if fit == "norm":
-        return (zz / yy.clamp_min(TINY)).sqrt()
-    return zz / zy.clamp_min(TINY)
+        return (total(z * z) / total(y * y).clamp_min(TINY)).sqrt()
+    return total(z * z) / total(z * y).clamp_min(TINY)
 
 
 def best_multiple(z: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -72,7 +85,7 @@ def best_multiple(z: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     for multiple in _MULTIPLES:
         y = table[nearest(z / multiple, table).int()]
         # what a least-squares scale explains of <z,z>
-        gain = (z * y).sum(-1, keepdim=True).square() / (y * y).sum(-1, keepdim=True).clamp_min(TINY)
+        gain = total(z * y).square() / total(y * y).clamp_min(TINY)
         best = torch.where(gain > most, multiple, best)
         most = torch.maximum(gain, most)
     return best

@@ -17,10 +17,10 @@ import torch
 from typing_extensions import override
 
 from kvslim.bitpack import pack
-from kvslim.codecs.base import Codec, check_group, grouped, nearest, token_layout
+from kvslim.codecs.base import Codec, check_group, grouped, midpoints, nearest, token_layout
 from kvslim.codecs.feedback import code_with_feedback, whiten
 from kvslim.codecs.levels import KINDS, levels
-from kvslim.codecs.scales import FITS, TINY, best_multiple, fit_ratio, normalised, to_fp16
+from kvslim.codecs.scales import FITS, TINY, best_multiple, fit_ratio, normalised, to_fp16, total
 from kvslim.errors import RecipeError
 from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
@@ -92,11 +92,11 @@ class TableCodec(Codec):
     def encode(self, x: torch.Tensor, feedback: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         statistics: dict[str, torch.Tensor] = {}
         if self.mean:
-            offset = to_fp16(x.mean(-2, keepdim=True))
+            offset = to_fp16(total(x, -2) / x.shape[-2])
             x = x - offset.float()
             statistics["offset"] = offset.squeeze(-2)
         if self.std:
-            channel = to_fp16(x.square().mean(-2, keepdim=True).sqrt())
+            channel = to_fp16((total(x.square(), -2) / x.shape[-2]).sqrt())
             x = divided(x, channel.float())
             statistics["channel"] = channel.squeeze(-2)
         values = grouped(x, self._group(x.shape[-1]))
@@ -116,9 +116,10 @@ class TableCodec(Codec):
         self, z: torch.Tensor, multiple: torch.Tensor, table: torch.Tensor, factor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scale ratio of z [B, G, T, D] with feedback, at `multiple` [B, G, T, 1] or the best one near it."""
-        codes, ratio, loss = _carried_at(z, multiple, table, factor, self.fit)
+        whole = whiten(z, factor)
+        codes, ratio, loss = _carried_at(z, whole, multiple, table, factor, self.fit)
         for nearby in _NEARBY if self.fit == "search" else ():
-            other_codes, other_ratio, other_loss = _carried_at(z, multiple * nearby, table, factor, self.fit)
+            other_codes, other_ratio, other_loss = _carried_at(z, whole, multiple * nearby, table, factor, self.fit)
             better = other_loss < loss
             codes = torch.where(better, other_codes, codes)
             ratio = torch.where(better, other_ratio, ratio)
@@ -127,19 +128,28 @@ class TableCodec(Codec):
 
 
 def _carried_at(
-    z: torch.Tensor, multiple: torch.Tensor, table: torch.Tensor, factor: torch.Tensor, fit: str
+    z: torch.Tensor,
+    whole: torch.Tensor,
+    multiple: torch.Tensor,
+    table: torch.Tensor,
+    factor: torch.Tensor,
+    fit: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of z / multiple with feedback, the scale ratio of z, and the error in the metric of the queries."""
+    """Codes of z / multiple with feedback, the scale ratio of z, and the error in the metric of the queries.
+
+    `whole` is z, whitened.
+    """
+    edges = midpoints(table)
 
     def quantize(_: int, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = nearest(column, table)
-        return codes, table[codes.int()]
+        codes = torch.bucketize(column, edges, out_int32=True)
+        return codes, table[codes]
 
-    codes, y, error = code_with_feedback(z / multiple, factor, quantize)
-    y = whiten(y, factor)
-    whole = y + error  # the whitened z / multiple
+    codes, _, error = code_with_feedback(z / multiple, factor, quantize)
+    whole = whole / multiple
+    y = whole - error
     ratio = fit_ratio(whole, y, fit)
-    loss = (multiple * (whole - ratio * y)).square().sum(-1, keepdim=True)
+    loss = total((multiple * (whole - ratio * y)).square())
     return codes, multiple * ratio, loss
 
 

@@ -119,7 +119,9 @@ class Demo:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         reach = len(self.prompt.ids) + self.scored
         if limit is not None and reach > limit:
-            raise InputError(f"the demo needs a context of {reach:,} tokens, this model's is {limit:,}; use another --model")
+            raise InputError(
+                f"the demo needs a context of {reach:,} tokens, this model's is {limit:,}; use another --model"
+            )
 
     @property
     def tokens_per_answer(self) -> int:

@@ -54,7 +54,9 @@ def build_prompt(tokenizer: Any, *, tokens: int, sequel: int) -> Prompt:
     end = _count_until(lengths, tokens)
     after = _encode(tokenizer, "\n\n".join(paragraphs[end:]))
     if end == len(paragraphs) or len(after) < sequel:
-        raise InputError(f"Python's documentation topics have {sum(lengths):,} tokens, the demo needs {tokens + sequel:,}")
+        raise InputError(
+            f"Python's documentation topics have {sum(lengths):,} tokens, the demo needs {tokens + sequel:,}"
+        )
     text = "\n\n".join(paragraphs[:end])
     return Prompt(_ask(tokenizer, text), torch.tensor(after[:sequel]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class Protocol:
     def offsets(self, tokens: int) -> list[int]:
         """Where the passages start in a text of so many tokens.
 
-        Three passages start at `OFFSETS`, clipped to the text. Any other number, or a text so short that these would
-        overlap, gets passages that are spread evenly.
+        Three passages start at `OFFSETS`, clipped to the text; any other number is spread evenly over the same range. In
+        a text so short that they would overlap, passages are spread evenly from its first token to its last.
 
         Raises
         ------
@@ -62,15 +63,19 @@ class Protocol:
         needed = self.prefixes * self.passage
         if tokens < needed:
             raise InputError(
-                f"the text has {tokens:,} tokens, but {self.prefixes} prefixes of {self.prefill} + {self.score} + 1 need "
-                f"{needed:,}; give a longer text, or lower --prefixes, --prefill or --score"
+                f"the text has {tokens:,} tokens, but {self.prefixes} prefixes of {self.prefill} + {self.score} + 1 "
+                f"need {needed:,}; give a longer text, or lower --prefixes, --prefill or --score"
             )
         last = tokens - self.passage
-        clipped = [min(offset, last) for offset in OFFSETS]
-        apart = all(b - a >= self.passage for a, b in zip(clipped, clipped[1:], strict=False))
-        if self.prefixes == len(OFFSETS) and apart:
+        clipped = [min(offset, last) for offset in self._wanted()]
+        if all(b - a >= self.passage for a, b in pairwise(clipped)):
             return clipped
-        return [last * index // max(self.prefixes - 1, 1) for index in range(self.prefixes)]
+        return _spread(0, last, self.prefixes)
+
+    def _wanted(self) -> list[int]:
+        if self.prefixes == len(OFFSETS):
+            return list(OFFSETS)
+        return _spread(OFFSETS[0], OFFSETS[-1], self.prefixes)
 
     def passages(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """Cut a text of shape (tokens,) into passages of shape (passage,)."""
@@ -95,3 +100,7 @@ class Protocol:
     def to_dict(self) -> dict[str, int]:
         """Plain values."""
         return asdict(self)
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    return [first + (last - first) * index // max(count - 1, 1) for index in range(count)]

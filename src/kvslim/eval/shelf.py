@@ -15,7 +15,9 @@ LIMIT_NBYTES = 512 * 2**20
 
 
 class Shelf:
-    """Tensors on disk by key. Nothing here may fail an evaluation: what cannot be read is absent, what cannot be written is made again.
+    """Tensors on disk by key.
+
+    Nothing here may fail an evaluation: what cannot be read counts as absent, what cannot be written is made again.
 
     Parameters
     ----------
@@ -41,12 +43,14 @@ class Shelf:
         """Keep `tensor` under `key`; a crash half-way leaves no file of that name."""
         path = self._path(key)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        with contextlib.suppress(OSError, SafetensorError):  # a full or read-only disk only costs the next run some time
+        # a full or read-only disk only costs the next run some time
+        with contextlib.suppress(OSError, SafetensorError):
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file({"data": tensor.contiguous()}, draft)
             draft.replace(path)
             self._trim()
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"

@@ -60,5 +60,5 @@ def python_topics() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise InputError("this Python has no pydoc_data.topics to take text from; give a UTF-8 text with --text") from error
+        raise InputError("this Python comes without pydoc_data.topics to take text from; use another Python") from error
     return topics

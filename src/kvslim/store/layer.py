@@ -8,13 +8,13 @@ decode step copies one token. Padding is never stored: a row remembers which col
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.store.pool import Pool
-from kvslim.store.table import BlockTable, Entry
+from kvslim.store.table import BlockTable, Entry, Placement
 from kvslim.transforms.base import Sample
 
 _BATCH = 16  # blocks encoded at once: bounds the fp32 copy made while a long prompt is sealed
@@ -32,6 +32,7 @@ class Row:
     frozen: tuple[Frozen, Frozen] | None = None
     moment: torch.Tensor | None = None  # running sum of q q^T until the parameters are frozen
     queries: int = 0
+    origin: int = 0  # position of the first token
 
     @property
     def tokens(self) -> int:
@@ -68,6 +69,10 @@ class RowView:
         Parameters of K and V.
     columns : Tensor of shape (tokens,), int64, or None
         Mask column of each stored token, None where they are simply 0, 1, 2, ...
+    packed : int
+        Tokens in `entries`.
+    origin : int
+        Position of the sequence's first token.
     """
 
     key: torch.Tensor
@@ -76,7 +81,8 @@ class RowView:
     entries: list[Entry]
     frozen: tuple[Frozen, Frozen] | None
     columns: torch.Tensor | None
-    packed: int = field(default=0)
+    packed: int = 0
+    origin: int = 0
 
 
 class LayerStore:
@@ -126,6 +132,7 @@ class LayerStore:
         self.dtypes, self.device = dtypes, device
         self.pool = pool or Pool(packers[0].layout, packers[1].layout, kv_heads, device)
         self.rows: list[Row] = []
+        self.key_mean_share = 0.0  # |mean key| / rms key, largest over heads, once parameters are frozen
         self.length = 0  # columns seen, padding included: what the framework calls the sequence length
         self.key = self.value = torch.empty(0)
 
@@ -169,7 +176,7 @@ class LayerStore:
             columns = keep.nonzero().squeeze(-1)
         entries = self.table.entries(index, row.packed) if row.packed else []
         return RowView(
-            self.key[index, :, :exact], self.value[index, :, :exact], row.sinks, entries, row.frozen, columns, row.packed
+            self.key[index, :, :exact], self.value[index, :, :exact], row.sinks, entries, row.frozen, columns, row.packed, row.origin
         )
 
     # -- append and seal ------------------------------------------------------------------------------------------
@@ -182,7 +189,14 @@ class LayerStore:
         self.key = torch.zeros((*shape, self.head_dims[0]), dtype=self.dtypes[0], device=self.device)
         self.value = torch.zeros((*shape, self.head_dims[1]), dtype=self.dtypes[1], device=self.device)
 
-    def settle(self, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, real: torch.Tensor | None) -> Before:
+    def settle(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        real: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> Before:
         """Take in a chunk whose attention is done, and seal what left the recent window.
 
         If that fails the layer is as before; what comes back undoes it later (`restore`).
@@ -194,11 +208,16 @@ class LayerStore:
             For parameters that depend on queries; read only until they are frozen.
         real : Tensor of shape (batch, chunk), bool, or None
             False where the column is padding; None where none is.
+        positions : Tensor of shape (batch or 1, chunk), int64, or None
+            Position ids; only the first one of a sequence is read. None: a sequence begins at 0.
         """
         before = Before([replace(row) for row in self.rows], self.length)
         try:
             for index, row in enumerate(self.rows):
                 k, v, q = key[index], value[index], query[index]
+                if positions is not None and not row.tokens:
+                    first = 0 if real is None else int(real[index].int().argmax())
+                    row.origin = int(positions[index if len(positions) > 1 else 0, first])
                 if real is not None and not bool(real[index].all()):
                     keep = real[index].nonzero().squeeze(-1)
                     k, v, q = k[:, keep], v[:, keep], q[:, keep]
@@ -247,26 +266,23 @@ class LayerStore:
     def _seal(self, index: int, row: Row, spans: list[_Span], count: int) -> None:
         places = self.table.place(index, row.packed, row.packed + count, whole=not self.immediate)
         self.pool.reserve(max(place.block for place in places) + 1)
+        for place in places:
+            if place.source is not None:
+                self.pool.copy(place.source, place.block)
         assert row.frozen is not None
-        done = 0
-        start = row.sinks + row.packed  # positions count real tokens
-        if self.immediate:
-            for place in places:
-                first = start + done - place.slot
-                for name, span, packer, frozen in zip("kv", spans, self.packers, row.frozen, strict=True):
-                    x = span.take(done, done + place.count).float()[None]
-                    starts = torch.tensor([first], device=self.device)
-                    self.pool.write_tokens(name, place.block, place.slot, packer.encode(x, frozen, starts))
-                done += place.count
-            return
-        for at in range(0, len(places), _BATCH):
-            blocks = [place.block for place in places[at : at + _BATCH]]
-            size = len(blocks) * self.block
-            starts = torch.arange(start + done, start + done + size, self.block, device=self.device)
+        done, position = 0, row.origin + row.sinks + row.packed
+        for group in _groups(places, self.block):
+            size = sum(place.count for place in group)
+            firsts = [position + done - group[0].slot + i * self.block for i in range(len(group))]
+            starts = torch.tensor(firsts, device=self.device)
             for name, span, packer, frozen in zip("kv", spans, self.packers, row.frozen, strict=True):
                 x = span.take(done, done + size).float()
-                x = x.unflatten(1, (len(blocks), self.block)).transpose(0, 1)  # [blocks, G, P, D]
-                self.pool.write(name, blocks, packer.encode(x, frozen, starts))
+                x = x.unflatten(1, (len(group), -1)).transpose(0, 1)  # [blocks, G, tokens, D]
+                packed = packer.encode(x, frozen, starts)
+                if size == len(group) * self.block:
+                    self.pool.write(name, [place.block for place in group], packed)
+                else:
+                    self.pool.write_tokens(name, group[0].block, group[0].slot, packed)
             done += size
 
     def _observe(self, row: Row, q: torch.Tensor) -> None:
@@ -278,6 +294,7 @@ class LayerStore:
     def _freeze(self, row: Row, spans: list[_Span]) -> tuple[Frozen, Frozen]:
         moment = None if row.moment is None else row.moment / max(row.queries, 1)
         samples = [_thin(span.take(0, span.length)).float() for span in spans]
+        self.key_mean_share = max(self.key_mean_share, _mean_share(samples[0]))
         key = self.packers[0].freeze(Sample(samples[0], moment, block=self.block, tokens=spans[0].length, prior=self.prior))
         value = self.packers[1].freeze(Sample(samples[1], block=self.block, tokens=spans[1].length))
         row.moment, row.queries = None, 0
@@ -303,7 +320,7 @@ class LayerStore:
             row.sinks = min(row.sinks, keep)
             if keep == 0:
                 row.frozen = row.moment = None
-                row.queries = 0
+                row.queries = row.origin = 0
         self.length = length
         return [row.packed for row in self.rows]
 
@@ -359,6 +376,30 @@ class _Span:
             return self.tail[:, start:stop]
         new = self.new[:, max(start - edge, 0) : stop - edge].to(self.tail.dtype)
         return new if start >= edge else torch.cat([self.tail[:, start:], new], dim=1)
+
+
+def _mean_share(keys: torch.Tensor) -> float:
+    """|mean| / rms of keys (kv_heads, tokens, head_dim), the largest over heads: 1 where all keys are alike."""
+    rms = keys.square().mean((1, 2)).sqrt()
+    return float((keys.mean(1).square().mean(-1).sqrt() / rms.clamp_min(1e-30)).max())
+
+
+def _groups(places: list[Placement], block: int) -> Iterator[list[Placement]]:
+    """Whole blocks by the batch, and what fills only part of a block alone."""
+    batch: list[Placement] = []
+    for place in places:
+        if place.count < block:
+            if batch:
+                yield batch
+            yield [place]
+            batch = []
+            continue
+        batch.append(place)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _thin(x: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,11 @@ class Pool:
         for name, tensor in packed.parts.items():
             slab[side][name][rows, :, slot : slot + tensor.shape[2]] = tensor
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy one block over another, both sides."""
+        for side in self.layouts:
+            self.write(side, [target], self.read(side, [source]))
+
     def read(self, side: str, blocks: list[int]) -> PackedBlock:
         """Return the parts of `blocks` in order: views where ids follow each other in a slab, else a gathered copy."""
         pieces: dict[str, list[torch.Tensor]] = {part.name: [] for part in self.layouts[side].parts}

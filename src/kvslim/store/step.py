@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvslim.store.table import BlockTable
+from kvslim.store.table import BlockTable, Entry
 
 
 class Step:
@@ -25,7 +25,7 @@ class Step:
         self.lost: set[int] = set()  # layers that a failed pass changed for good
         self.through: set[int] = set()  # layers that have taken in their tokens
         self._undo: dict[int, Callable[[], None] | None] = {}
-        self._tokens: list[int] = []  # in blocks, per sequence, before the pass
+        self._rows: list[list[Entry]] = []  # of the table, before the pass
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._undo
@@ -34,7 +34,7 @@ class Step:
         """Start a pass on a cache of `length` columns, unless one is under way."""
         if not self.open:
             self.open, self.length = True, length
-            self._tokens = [self.table.tokens(row) for row in range(len(self.table.rows))]
+            self._rows = self.table.snapshot()
 
     def enter(self, layer: int, undo: Callable[[], None] | None, nbytes: int = 0) -> None:
         """Note how to set `layer` back to what it was before the pass; None where that is not possible."""
@@ -57,13 +57,10 @@ class Step:
                 self.lost.add(layer)
             else:
                 undo()
-        for row, tokens in enumerate(self._tokens):
-            self.table.crop(row, tokens)
-        if not self._tokens:
-            self.table.clear()
+        self.table.restore(self._rows)
         self.close()
 
     def close(self) -> None:
         """Forget how to undo."""
         self.open, self.nbytes = False, 0
-        self.through, self._undo, self._tokens = set(), {}, []
+        self.through, self._undo, self._rows = set(), {}, []

@@ -29,11 +29,15 @@ class Entry(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where tokens go: `count` tokens of a sequence into `block` from slot `slot` on."""
+    """Where tokens go: `count` tokens of a sequence into `block` from slot `slot` on.
+
+    Where there is a `source`, the slots before `slot` are copied from that block first.
+    """
 
     block: int
     slot: int
     count: int
+    source: int | None = None
 
 
 class BlockAllocator:
@@ -91,6 +95,7 @@ class BlockTable:
         self.allocator = allocator
         self.block = block
         self.rows: list[list[Entry]] = []
+        self._sources: dict[int, tuple[int, int]] = {}  # row -> (block begun in the last pass, block it continues)
 
     def start(self, rows: int) -> None:
         """Begin with `rows` empty sequences."""
@@ -101,7 +106,7 @@ class BlockTable:
         """Let go of all blocks."""
         for row in self.rows:
             self.allocator.release(entry.block for entry in row)
-        self.rows = []
+        self.rows, self._sources = [], {}
 
     def tokens(self, row: int) -> int:
         """Tokens in the blocks of `row`."""
@@ -121,17 +126,22 @@ class BlockTable:
         """Return the slots of tokens `first` to `last`, taking new blocks where the row does not reach that far yet.
 
         The first layer that seals extends the row; the layers after it find the slots already there. With `whole`, new
-        tokens always begin a new block. Otherwise a row's own, unshared last block is filled up first; a shared one is
-        left as it is.
+        tokens always begin a new block. Otherwise the row's last block is filled up first; a shared one is never written,
+        so a copy takes its place.
         """
         entries = self.rows[row]
         missing = last - self.tokens(row)
-        if missing > 0 and not whole and entries:
+        if missing > 0:
+            self._sources.pop(row, None)
+        if missing > 0 and not whole and entries and entries[-1].valid < self.block:
             block, valid = entries[-1]
-            if valid < self.block and self.allocator.references(block) == 1:
-                take = min(missing, self.block - valid)
-                entries[-1] = Entry(block, valid + take)
-                missing -= take
+            if self.allocator.references(block) > 1:
+                source, block = block, self.allocator.allocate()
+                self.allocator.release([source])
+                self._sources[row] = block, source
+            take = min(missing, self.block - valid)
+            entries[-1] = Entry(block, valid + take)
+            missing -= take
         while missing > 0:
             entries.append(Entry(self.allocator.allocate(), min(missing, self.block)))
             missing -= self.block
@@ -140,7 +150,8 @@ class BlockTable:
             start -= valid
             slot, stop = max(first - start, 0), min(last - start, valid)
             if slot < stop:
-                placements.append(Placement(block, slot, stop - slot))
+                copied, source = self._sources.get(row, (None, None))
+                placements.append(Placement(block, slot, stop - slot, source if block == copied else None))
             if start <= first:
                 break
         return placements[::-1]
@@ -158,6 +169,17 @@ class BlockTable:
             self.allocator.retain(entry.block for entry in row)
         self.clear()
         self.rows = picked
+
+    def snapshot(self) -> list[list[Entry]]:
+        """Return the rows as they are, for `restore`; holds no blocks."""
+        return [list(row) for row in self.rows]
+
+    def restore(self, rows: list[list[Entry]]) -> None:
+        """Be what `snapshot` returned, a pass ago: what has been taken since is let go."""
+        for row in rows:
+            self.allocator.retain(entry.block for entry in row)
+        self.clear()
+        self.rows = rows
 
     def fork(self) -> BlockTable:
         """Return a table with the same sequences; blocks are shared. Without sequences, it is a table of its own."""

@@ -1,8 +1,9 @@
 """Dense matrices: seeded ones that are the same on every machine, and a product whose rows stand alone.
 
 Random matrices are not stored with a cache, only their seed is in the code, so torch's generators (whose streams may
-change between versions and processors) are not used here. Products are taken so that a row of the result has the same
-bits whether one token or a thousand are mapped at once: packed bytes must not depend on how tokens were chunked.
+change between versions and processors) are not used here. Packed bytes must not depend on how tokens were chunked, but
+libraries add up a product's terms in an order that changes with its shape: products are taken in fp64, where that order
+does not reach the fp32 result.
 """
 
 from __future__ import annotations
@@ -12,24 +13,16 @@ import random
 
 import torch
 
-_ROWS = 16  # BLAS libraries sum in another order for a single row; full tiles of rows all take the same path
-
 
 def row_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``x @ matrix``, each row with the same bits however many rows there are.
+    """Return ``x @ matrix`` in fp32, each row with the same bits however many rows there are.
 
     Parameters
     ----------
     x : Tensor of shape (..., rows, inner), fp32
-    matrix : Tensor of shape (inner, outer) or (kv_heads, inner, outer), fp32
-
-    Returns
-    -------
-    Tensor of shape (..., rows, outer), fp32
+    matrix : Tensor of shape (inner, outer), fp64
     """
-    rows = x.shape[-2]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % _ROWS))
-    return torch.matmul(padded, matrix)[..., :rows, :]
+    return (x.double() @ matrix).float()
 
 
 def gaussian(rows: int, columns: int, seed: int) -> torch.Tensor:

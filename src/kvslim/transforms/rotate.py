@@ -61,7 +61,7 @@ class Rotation(Fitted):
     @override
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         if self.settings.kind == "orthogonal":
-            return row_product(x, self._matrix(x))
+            return row_product(x, self._matrix(x, torch.float64))
         if self.settings.signs:
             x = x * signs(self.head_dim, _SEED).to(x)
         widths = _widths(self.head_dim, self.settings.parts)
@@ -69,14 +69,14 @@ class Rotation(Fitted):
 
     @override
     def query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return q @ self._matrix(q), None
+        return q @ self._matrix(q, torch.float32), None
 
     @override
     def output(self, acc: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-        return acc @ self._matrix(acc).T
+        return acc @ self._matrix(acc, torch.float32).T
 
-    def _matrix(self, like: torch.Tensor) -> torch.Tensor:
-        return rotation_matrix(self.settings, self.head_dim, str(like.device))
+    def _matrix(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return rotation_matrix(self.settings, self.head_dim, str(like.device), dtype)
 
 
 def butterfly(x: torch.Tensor) -> torch.Tensor:
@@ -96,8 +96,8 @@ def block_size(width: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def rotation_matrix(settings: Rotate, head_dim: int, device: str) -> torch.Tensor:
-    """A of shape (head_dim, head_dim), fp32, shared by every cache of the process."""
+def rotation_matrix(settings: Rotate, head_dim: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """A of shape (head_dim, head_dim), shared by every cache of the process."""
     widths = _widths(head_dim, settings.parts)
     if settings.kind == "orthogonal":
         blocks = [orthogonal(width, _SEED + i) for i, width in enumerate(widths)]
@@ -106,7 +106,7 @@ def rotation_matrix(settings: Rotate, head_dim: int, device: str) -> torch.Tenso
     matrix = torch.block_diag(*blocks)
     if settings.signs:
         matrix = signs(head_dim, _SEED)[:, None] * matrix
-    return matrix.to(device, torch.float32)
+    return matrix.to(device, dtype)
 
 
 def _widths(head_dim: int, parts: int) -> list[int]:

@@ -88,6 +88,9 @@ def attention(
     if kwargs.get("position_bias") is not None:
         raise PackedCacheError("position_bias is not supported on a packed cache; use transformers' DynamicCache")
     layer = key.layer
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.ndim != 2:  # several positions per token (image grids): none of them is in time
+        positions = None
     try:
         layer.claim(module)
         if layer.length == 0 and softcap is None and s_aux is None and layer.pending is not None:
@@ -95,9 +98,9 @@ def attention(
             out, _ = sdpa_attention_forward(
                 module, query, *layer.pending, attention_mask, scaling=scaling, is_causal=is_causal
             )
-            layer.settle(query, attention_mask)
+            layer.settle(query, attention_mask, positions)
             return out, None
-        out = layer.attend(query, attention_mask, score, causal=causal)
+        out = layer.attend(query, attention_mask, score, causal=causal, positions=positions)
     except KVSlimError:
         layer.take_back()
         raise

@@ -112,11 +112,13 @@ class _Recorder(LayerCache):
 
     record: Record
 
-    def settle(self, query: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def settle(
+        self, query: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None
+    ) -> None:
         (key, _), _ = self._chunk()
         groups = query[0].float().reshape(key.shape[1], -1, query.shape[-1])
         self.record[self.layer] = key[0].float(), groups
-        super().settle(query, mask)
+        super().settle(query, mask, positions)
 
 
 def _run(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Record:

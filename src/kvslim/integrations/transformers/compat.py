@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +69,9 @@ def text_config(model_or_config: Any) -> Any:
                 f"{each.model_type}: its attention takes cached keys and values apart before the attention function "
                 "(latent or indexed attention), so a packed cache cannot be read there; use transformers' DynamicCache"
             )
-    if hasattr(model_or_config, "forward") and not getattr(model_or_config, "_supports_attention_backend", True):
+    # `_supports_attention_backend` would be too strict: many hybrids (Qwen3-Next, Jamba) leave it unset
+    uses_interface = getattr(model_or_config, "_can_set_attn_implementation", None)
+    if uses_interface is not None and not uses_interface():
         raise UnsupportedModelError(
             f"{type(model_or_config).__name__} does not use transformers' attention interface, so it cannot read a packed "
             "cache; use transformers' DynamicCache"
