@@ -10,7 +10,14 @@ from kvslim.eval.compare import markdown, read_rows
 
 def write(path, model, **recipes):
     rows = [
-        {"recipe": name, "bits_per_value": 5.5, "bits_per_value_packed": 4.25, "kl_mean": kl, "kl_trimmed": kl / 2, "top1": 0.97}
+        {
+            "recipe": name,
+            "bits_per_value": 5.5,
+            "bits_per_value_packed": 4.25,
+            "kl_mean": kl,
+            "kl_trimmed": kl / 2,
+            "top1": 0.97,
+        }
         for name, kl in recipes.items()
     ]
     path.write_text(json.dumps({"model": model, "rows": rows}))
@@ -25,9 +32,7 @@ def test_models_stand_beside_each_other_and_later_files_win(tmp_path):
     ]
     lines = markdown(read_rows(files)).splitlines()
     assert lines[0].count("small") == lines[0].count("large") == 1
-    assert lines[2] == (
-        "| `slim4` | 5.50 / 4.25 | 0.1250 | 0.0625 | 0.970 | 5.50 / 4.25 | 0.0625 | 0.0312 | 0.970 |"
-    )
+    assert lines[2] == ("| `slim4` | 5.50 / 4.25 | 0.1250 | 0.0625 | 0.970 | 5.50 / 4.25 | 0.0625 | 0.0312 | 0.970 |")
     assert lines[3] == "| `int8` | 5.50 / 4.25 | 0.2500 | 0.1250 | 0.970 |  |  |  |  |"
 
 

@@ -75,11 +75,11 @@ def unpack(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     """
     unit = unit_of(width)
     units = packed.unflatten(-1, (packed.shape[-1] * 8 // (unit * bits), unit * bits // 8))
-    codes, low, start = None, 0, 0
+    codes, low, start = torch.zeros_like(units[..., :1]), 0, 0
     for plane in PLANES[bits]:
         size = unit * plane // 8
         rows = units[..., start : start + size]
         field = torch.stack([(rows >> (plane * k)) & (2**plane - 1) for k in range(8 // plane)], dim=-2).flatten(-2)
-        codes = field if codes is None else codes | (field << low)
+        codes = codes | (field << low)
         low, start = low + plane, start + size
     return codes.flatten(-2)[..., :width]

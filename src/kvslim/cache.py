@@ -125,9 +125,7 @@ class LayerCache:
         self.settle(query, mask, positions)
         return out
 
-    def settle(
-        self, query: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None
-    ) -> None:
+    def settle(self, query: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None) -> None:
         """Take in the pending chunk, whose attention is done: sinks first, then the tail; seal what left the window."""
         chunk, store = self._chunk()
         mask = _per_sequence(mask, len(store.rows))

@@ -49,7 +49,9 @@ class Calibration:
         """Write the file beside `path` and move it there, so that a crash leaves no half file."""
         path = Path(path)
         tensors = {
-            f"{layer}.{name}": tensor.contiguous().cpu() for layer, each in self.layers.items() for name, tensor in each.items()
+            f"{layer}.{name}": tensor.contiguous().cpu()
+            for layer, each in self.layers.items()
+            for name, tensor in each.items()
         }
         header = {"format": FORMAT, "version": str(VERSION), "fingerprint": self.fingerprint, "source": self.source}
         header["tokens"] = str(self.tokens)
@@ -79,7 +81,9 @@ class Calibration:
                 header = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            raise InputError(f"{path} cannot be read as safetensors ({error}); make it again with `kvslim calibrate`") from error
+            raise InputError(
+                f"{path} cannot be read as safetensors ({error}); make it again with `kvslim calibrate`"
+            ) from error
         if header.get("format") != FORMAT:
             raise InputError(f"{path} is not a calibration (format '{header.get('format')}', expected '{FORMAT}')")
         if header.get("version") != str(VERSION):

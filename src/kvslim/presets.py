@@ -70,7 +70,14 @@ _ALL = (
         "",
     ),
     Preset("slim3p", _SLIM_PAGE.format(b=3), "page-safe slim3", "kvslim", ""),
-    Preset("k4v2", _SLIM.format(k=4, v=2), "slim keys at 4 bits, values at 2", "kvslim", "", "slim3 is better at these bits"),
+    Preset(
+        "k4v2",
+        _SLIM.format(k=4, v=2),
+        "slim keys at 4 bits, values at 2",
+        "kvslim",
+        "",
+        "slim3 is better at these bits",
+    ),
     Preset(
         "int8",
         "k=affine:8:scale=block+v=affine:8:scale=block",

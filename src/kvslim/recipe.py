@@ -23,6 +23,7 @@ _STEP = re.compile(r"[a-z][a-z0-9_]*(:[a-z0-9_.=-]+)*")
 _LAYER = re.compile(r"layer\.([0-9]{1,6})(?:-([0-9]{1,6}))?(?:\.([kv]))?")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _NUMBERS = {"block": (8, 4096), "sinks": (0, 4096), "recent": (0, 1 << 20)}
+_FIELDS = {"k": "key", "v": "value"}
 _EXACT = ("auto", "fp16", "bf16", "fp32")
 
 
@@ -50,7 +51,9 @@ class Side:
         steps = []
         for part in text.split("/"):
             if not _STEP.fullmatch(part):
-                raise RecipeError(f"cannot read '{part}' in side '{text}'; write name:argument, for example affine:4:asym")
+                raise RecipeError(
+                    f"cannot read '{part}' in side '{text}'; write name:argument, for example affine:4:asym"
+                )
             name, *args = part.split(":")
             steps.append(Step(name, tuple(args)))
         return cls(tuple(steps[:-1]), steps[-1])
@@ -146,11 +149,11 @@ class Recipe:
             low, high = _NUMBERS[name]
             if not low <= int(text) <= high:
                 raise RecipeError(f"{name}={text} is out of range; use {low} to {high}")
-            return replace(self, **{name: int(text)})
+            return replace(self, **_changed(name, int(text)))
         if name == "exact" and text in _EXACT:
             return replace(self, exact=text)
         if name in ("k", "v") and has_value:
-            return replace(self, **{"key" if name == "k" else "value": Side.parse(text)})
+            return replace(self, **_changed(_FIELDS[name], Side.parse(text)))
         if layer and has_value:
             first, last = int(layer[1]), int(layer[2] or layer[1])
             if last < first:
@@ -168,7 +171,9 @@ class Recipe:
         if self.block % 8:
             raise RecipeError(f"block={self.block} is no multiple of 8; use 8, 16, 32, 64, 128 or 256")
         if self.immediate and self.recent:
-            raise RecipeError(f"immediate packs every token at once, so recent={self.recent} cannot hold; drop one of them")
+            raise RecipeError(
+                f"immediate packs every token at once, so recent={self.recent} cannot hold; drop one of them"
+            )
 
     @property
     def preset(self) -> Preset | None:
@@ -181,7 +186,7 @@ class Recipe:
         for letter, text in (("k", key), ("v", value)):
             if text:
                 other = _side_of(text, letter)
-                recipe = replace(recipe, **{"key" if letter == "k" else "value": other})
+                recipe = replace(recipe, **_changed(_FIELDS[letter], other))
                 recipe = replace(recipe, label=f"{recipe.label}+{letter}={text}")
         return recipe
 
@@ -213,7 +218,9 @@ class Recipe:
         except (ValueError, KeyError, TypeError) as error:
             raise RecipeError(f"not a recipe in JSON: {text[:80]!r}; expected keys 'version' and 'recipe'") from error
         if version != VERSION:
-            raise RecipeError(f"recipe version {version} is not readable here (this kvslim reads {VERSION}); update kvslim")
+            raise RecipeError(
+                f"recipe version {version} is not readable here (this kvslim reads {VERSION}); update kvslim"
+            )
         return replace(cls.parse(body), label=data.get("label") or body)
 
 
@@ -228,6 +235,10 @@ def _expand(name: str) -> str:
             f"or k=SIDE+v=SIDE (see `kvslim recipes`).{did_you_mean(name, PRESETS)}"
         )
     return text
+
+
+def _changed(field_name: str, value: object) -> dict[str, Any]:
+    return {field_name: value}
 
 
 def _side_of(text: str, letter: str) -> Side:

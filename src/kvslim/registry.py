@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvslim.errors import RecipeError, did_you_mean
@@ -72,7 +72,7 @@ def instantiate(cls: Any, name: str, args: tuple[str, ...]) -> Any:
 
 
 def _read(name: str, field: Any, text: str) -> Any:
-    kinds = {"int": int, "float": float, "str": str, "bool": lambda t: {"true": True, "false": False}[t]}
+    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": _read_bool}
     kind = field.type if isinstance(field.type, str) else field.type.__name__
     try:
         value = kinds[kind](text)
@@ -83,6 +83,10 @@ def _read(name: str, field: Any, text: str) -> Any:
         allowed = ", ".join(str(choice) for choice in choices)
         raise RecipeError(f"'{name}:{field.name}={text}': use one of {allowed}.{did_you_mean(text, map(str, choices))}")
     return value
+
+
+def _read_bool(text: str) -> bool:
+    return {"true": True, "false": False}[text]
 
 
 def choice(default: Any, *choices: Any) -> Any:

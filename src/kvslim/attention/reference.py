@@ -82,7 +82,13 @@ def attend(
 
 
 def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, score: Score, *, causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    score: Score,
+    *,
+    causal: bool,
 ) -> torch.Tensor:
     """Attention over plain keys and values with softcap and attention sinks; shapes as in `attend`.
 
@@ -164,9 +170,7 @@ class Softmax:
 class _Pass:
     """One pass over one sequence for some of its query positions."""
 
-    def __init__(
-        self, query: torch.Tensor, store: LayerStore, view: RowView, mask: torch.Tensor | None, score: Score
-    ):
+    def __init__(self, query: torch.Tensor, store: LayerStore, view: RowView, mask: torch.Tensor | None, score: Score):
         self.store, self.view, self.mask = store, view, mask
         self.running = Softmax(query.float(), store.kv_heads, store.head_dims[1], score)
         self.basis_sum: torch.Tensor | None = None  # values summed in the packed basis, before the map is undone
@@ -195,7 +199,9 @@ class _Pass:
             column += key.shape[1]
         # undone here, while the running maximum still is the one these sums were taken under
         assert self.basis_sum is not None and self.basis_mass is not None
-        self.running.sum = values.chain.output(self.store.packers[1].codec.reduce_output(self.basis_sum), self.basis_mass)
+        self.running.sum = values.chain.output(
+            self.store.packers[1].codec.reduce_output(self.basis_sum), self.basis_mass
+        )
 
     def exact(self, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Attend to the exact tokens of the store."""
@@ -207,14 +213,13 @@ class _Pass:
         positions, tokens = self.running.positions, key.shape[1]
         for at in range(0, tokens, TILE):
             end = min(at + TILE, tokens)
+            bias = None
             if self.mask is not None:
                 bias = _visible(self.mask, self.store.length + at, self.store.length + end)
             elif causal and tokens > 1:
                 if at > start + positions - 1:
                     break
                 bias = causal_bias(positions, at - start, end - start, key.device)
-            else:
-                bias = None
             self.running.add(key[:, at:end].float(), value[:, at:end].float(), bias)
 
     def result(self) -> torch.Tensor:

@@ -49,7 +49,12 @@ def calibrate(
     rotary = sum("rope_frequency" in each for each in found.layers.values())
     if as_json:
         facts = {"file": str(out), "nbytes": out.stat().st_size, "model": loaded.name, "source": source}
-        facts |= {"tokens": found.tokens, "layers": layers, "layers_with_rope": rotary, "fingerprint": found.fingerprint}
+        facts |= {
+            "tokens": found.tokens,
+            "layers": layers,
+            "layers_with_rope": rotary,
+            "fingerprint": found.fingerprint,
+        }
         typer.echo(json.dumps(facts))
     else:
         typer.echo(

@@ -25,7 +25,9 @@ def read_rows(paths: Iterable[Path]) -> dict[str, dict[str, dict[str, Any]]]:
             rows = {row["recipe"]: row for row in data["rows"]}
             models.setdefault(data["model"], {}).update(rows)
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}; give files written by `kvslim eval quality --json`") from error
+            raise InputError(
+                f"cannot read {path}: {error.strerror}; give files written by `kvslim eval quality --json`"
+            ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not a result of `kvslim eval quality --json`") from error
     return models
@@ -35,7 +37,9 @@ def markdown(models: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the table; per model: bits of everything held / of sealed blocks, KL, KL without the top 1 %, top-1."""
     names = list(models)
     recipes = list(dict.fromkeys(recipe for rows in models.values() for recipe in rows))
-    header = "| recipe | " + " | ".join(f"{name}: bits held / packed | KL | KL trimmed | top-1" for name in names) + " |"
+    header = (
+        "| recipe | " + " | ".join(f"{name}: bits held / packed | KL | KL trimmed | top-1" for name in names) + " |"
+    )
     lines = [header, "|---|" + "---:|" * (4 * len(names))]
     for recipe in recipes:
         cells = [f"`{recipe}`"]

@@ -55,7 +55,9 @@ class Rope:
             Per pair: R at the page's midpoint, times sin(n f / 2) / (n sin(f / 2)).
         """
         half = self.frequency / 2
-        shrink = torch.where(half.sin().abs() < 1e-12, torch.ones_like(half), (tokens * half).sin() / (tokens * half.sin()))
+        shrink = torch.where(
+            half.sin().abs() < 1e-12, torch.ones_like(half), (tokens * half).sin() / (tokens * half.sin())
+        )
         shrunk = mean.clone()
         for side in self.pairs:
             shrunk[..., side] *= shrink.to(mean)
@@ -78,12 +80,19 @@ def find_rope(keys: torch.Tensor, by_one: torch.Tensor, by_many: torch.Tensor, m
         None where no known pairing explains the shift.
     """
     for pairs in _pairings(keys.shape[-1]):
-        z0, z1, zn = (torch.complex(k[..., pairs[0]].double(), k[..., pairs[1]].double()) for k in (keys, by_one, by_many))
+        z0, z1, zn = (
+            torch.complex(k[..., pairs[0]].double(), k[..., pairs[1]].double()) for k in (keys, by_one, by_many)
+        )
         coarse = (z1 * z0.conj()).sum((0, 1)).angle()
         fine = (zn * z0.conj()).sum((0, 1)).angle()
         turns = ((coarse * many - fine) / (2 * math.pi)).round()
         rope = Rope(pairs, (fine + 2 * math.pi * turns) / many)
-        left = torch.cat([rope.turn(keys.double(), torch.full((keys.shape[1],), float(s))) - k for s, k in ((1, by_one), (many, by_many))])
+        left = torch.cat(
+            [
+                rope.turn(keys.double(), torch.full((keys.shape[1],), float(s))) - k
+                for s, k in ((1, by_one), (many, by_many))
+            ]
+        )
         if float(left.norm() / keys.norm() / math.sqrt(2)) < _TOLERANCE:
             return rope
     return None
@@ -92,7 +101,10 @@ def find_rope(keys: torch.Tensor, by_one: torch.Tensor, by_many: torch.Tensor, m
 def _pairings(head_dim: int) -> list[torch.Tensor]:
     """Pairings in use: halves (Llama), neighbours (GPT-J), and halves of a leading part only (GPT-NeoX, Phi)."""
     channels = torch.arange(head_dim)
-    found = [torch.stack((channels[: head_dim // 2], channels[head_dim // 2 :])), torch.stack((channels[::2], channels[1::2]))]
+    found = [
+        torch.stack((channels[: head_dim // 2], channels[head_dim // 2 :])),
+        torch.stack((channels[::2], channels[1::2])),
+    ]
     for part in (head_dim // 2, head_dim // 4, head_dim * 3 // 4):
         if part >= 2 and part % 2 == 0:
             found.append(torch.stack((channels[: part // 2], channels[part // 2 : part])))

@@ -47,7 +47,7 @@ class PackedLayer(CacheLayerMixin):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[PackedStates, PackedStates]:  # type: ignore[override]
+    ) -> tuple[PackedStates, PackedStates]:
         self.core.append(key_states, value_states)
         self.is_initialized = True
         return PackedStates(self.core, key_states), PackedStates(self.core, value_states)

@@ -56,7 +56,10 @@ def calibration_of(model: Any, directory: Path | None = None) -> Calibration:
 
 @torch.no_grad()
 def calibrate(
-    model: Any, ids: torch.Tensor | None = None, source: str = "random ids", progress: Callable[[str], None] | None = None
+    model: Any,
+    ids: torch.Tensor | None = None,
+    source: str = "random ids",
+    progress: Callable[[str], None] | None = None,
 ) -> Calibration:
     """Take the statistics of every full-attention layer.
 
@@ -112,9 +115,7 @@ class _Recorder(LayerCache):
 
     record: Record
 
-    def settle(
-        self, query: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None
-    ) -> None:
+    def settle(self, query: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None) -> None:
         (key, _), _ = self._chunk()
         groups = query[0].float().reshape(key.shape[1], -1, query.shape[-1])
         self.record[self.layer] = key[0].float(), groups

@@ -151,7 +151,9 @@ def rollback_refusal(layer: Any, count: int) -> str:
     if window is None or not count or layer.get_seq_length() < window:
         return ""
     if not recorded:
-        return f"a sliding layer past its window of {window} keeps no older tokens; call activate_past_recording() first"
+        return (
+            f"a sliding layer past its window of {window} keeps no older tokens; call activate_past_recording() first"
+        )
     needed = min(window - 1, layer.get_seq_length() - count)
     if layer.keys.shape[-2] - count < needed:
         return f"a sliding layer recorded only {layer.keys.shape[-2]} tokens, and {count + needed} are needed"
