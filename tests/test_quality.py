@@ -2,20 +2,26 @@
 
 import json
 import os
+import string
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import kvslim
+from kvslim.cli.app import app
 from kvslim.errors import InputError
-from kvslim.eval import measures
+from kvslim.eval import measures, shelf
 from kvslim.eval.baseline import Baseline
 from kvslim.eval.forced import feed, feed_chunks
 from kvslim.eval.protocol import OFFSETS, Protocol
 from kvslim.eval.quality import measure_quality, result, tokenize, total_tokens
 from kvslim.eval.shelf import Shelf
 from kvslim.eval.text import Text, load_text, python_docs
+from kvslim.integrations.transformers import loading
+from kvslim.integrations.transformers.loading import LoadedModel
 
 SMALL = Protocol(prefill=96, score=64, chunk=16, prefixes=2)
 KEYS = [
@@ -66,16 +72,16 @@ def test_more_bits_are_better_and_take_more(model, ids):
 
 
 def test_a_remembered_baseline_gives_the_same_rows(model, ids, tmp_path, monkeypatch):
-    shelf = Shelf(tmp_path)
+    kept = Shelf(tmp_path)
     fresh = measure_quality(model, ids, ["int4"], SMALL)
-    first = measure_quality(model, ids, ["int4"], SMALL, shelf=shelf)
+    first = measure_quality(model, ids, ["int4"], SMALL, shelf=kept)
     assert len(list(tmp_path.iterdir())) == 2, "one file a passage, no drafts left"
     monkeypatch.setattr(Baseline, "_run", lambda *_: pytest.fail("the baseline was made again"))
-    assert measure_quality(model, ids, ["int4"], SMALL, shelf=shelf) == first == fresh
+    assert measure_quality(model, ids, ["int4"], SMALL, shelf=kept) == first == fresh
 
 
 def test_an_interrupted_or_damaged_baseline_is_made_again(model, ids, tmp_path):
-    shelf = Shelf(tmp_path)
+    kept = Shelf(tmp_path)
     tokens = 0
 
     def interrupt(count: int) -> None:
@@ -85,22 +91,22 @@ def test_an_interrupted_or_damaged_baseline_is_made_again(model, ids, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_quality(model, ids, ["int4"], SMALL, shelf=shelf, on_tokens=interrupt)
+        measure_quality(model, ids, ["int4"], SMALL, shelf=kept, on_tokens=interrupt)
     assert not list(tmp_path.iterdir())
-    rows = measure_quality(model, ids, ["int4"], SMALL, shelf=shelf)
+    rows = measure_quality(model, ids, ["int4"], SMALL, shelf=kept)
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:200])
-    assert measure_quality(model, ids, ["int4"], SMALL, shelf=shelf) == rows
+    assert measure_quality(model, ids, ["int4"], SMALL, shelf=kept) == rows
 
 
 def test_a_remembered_baseline_belongs_to_its_model_and_protocol(model, ids, tmp_path):
-    shelf = Shelf(tmp_path)
-    Baseline(model, SMALL, shelf).log_probs(SMALL.passages(ids)[0], lambda _: None)
+    kept = Shelf(tmp_path)
+    Baseline(model, SMALL, kept).log_probs(SMALL.passages(ids)[0], lambda _: None)
     shifted = Protocol(prefill=96, score=64, chunk=16, prefixes=2, offset_positions=5)
-    Baseline(model, shifted, shelf).log_probs(SMALL.passages(ids)[0], lambda _: None)
+    Baseline(model, shifted, kept).log_probs(SMALL.passages(ids)[0], lambda _: None)
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-        Baseline(model, SMALL, shelf).log_probs(SMALL.passages(ids)[0], lambda _: None)
+        Baseline(model, SMALL, kept).log_probs(SMALL.passages(ids)[0], lambda _: None)
         model.lm_head.weight[0, 0] -= 1
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -121,14 +127,14 @@ def test_logits_changed_after_the_head_are_not_remembered(model, ids, tmp_path, 
 
 
 def test_the_shelf_drops_the_least_recently_used(tmp_path):
-    shelf = Shelf(tmp_path, limit_nbytes=3000)
+    kept = Shelf(tmp_path, limit_nbytes=3000)
     for index in range(4):
-        shelf.save(f"k{index}", torch.zeros(200))
+        kept.save(f"k{index}", torch.zeros(200))
         os.utime(tmp_path / f"k{index}.safetensors", (index, index))
         if index == 1:
-            shelf.load("k0")  # used again: newer than all
-    assert shelf.load("k0") is not None
-    assert shelf.load("k1") is None
+            kept.load("k0")  # used again: newer than all
+    assert kept.load("k0") is not None
+    assert kept.load("k1") is None
 
 
 def test_it_is_the_protocol(model, ids):
@@ -215,6 +221,42 @@ def test_texts(tmp_path):
     file.write_text("words")
     assert load_text(file) == Text("a.txt", "words")
     assert len(load_text(None).content) > 300_000
+
+
+@pytest.fixture
+def run(model, monkeypatch, tmp_path):
+    """The verb on the tiny model, whose tokenizer reads letters; its cache folder is the test's own."""
+    vocabulary = {letter: index for index, letter in enumerate(string.printable)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    loaded = LoadedModel(model, PreTrainedTokenizerFast(tokenizer_object=tokenizer), "tiny", "tiny")
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr(shelf, "FOLDER", tmp_path / "baselines")
+    file = tmp_path / "some.txt"
+    file.write_text("What is fed may be anything. " * 12)
+    small = ("--text", str(file), "--prefill", "96", "--score", "48", "--chunk", "16", "--prefixes", "2")
+    return lambda *arguments: CliRunner().invoke(app, ["eval", "quality", *small, *arguments])
+
+
+def test_the_verb_prints_json(run, tmp_path):
+    done = run("--recipe", "int8, int4+sinks=8", "--json")
+    data = json.loads(done.stdout)
+    assert [row["recipe"] for row in data["rows"]] == ["int8", "int4+sinks=8"]
+    assert data["text"]["name"] == "some.txt"
+    assert data["text"]["tokens"] == 348
+    assert len(list((tmp_path / "baselines").iterdir())) == 2
+
+
+def test_the_verb_prints_a_table(run):
+    done = run("--recipe", "int8,int4")
+    assert done.exit_code == 0, done.output
+    assert "tiny on some.txt, 2 x (96 + 48) tokens" in done.stdout
+    assert "int4: wrong answers" in done.stdout, "the preset's note"
+
+
+def test_the_verb_refuses_a_short_text(run):
+    done = run("--prefixes", "9")
+    assert isinstance(done.exception, InputError)
+    assert "the text has 348 tokens" in str(done.exception)
 
 
 def test_qwen_kivi4(qwen05b):

@@ -69,7 +69,8 @@ class LayerCache:
             self.owner = weakref.ref(module)
         elif owner is not module:
             raise InputError(
-                f"layer {self.layer}: the cache holds {self.length} tokens of another model; call cache.reset() first, or "
+                f"layer {self.layer}: the cache holds {self.length} tokens of another model; call cache.reset() "
+                "first, or "
                 "make a new cache"
             )
 
@@ -204,7 +205,8 @@ class LayerCache:
             if not math.isfinite(_largest(states)):
                 row, _, token, _ = (~torch.isfinite(states)).nonzero()[0].tolist()
                 raise InputError(
-                    f"layer {self.layer}: {name} contain NaN or Inf at position {self.length + token} of sequence {row}; "
+                    f"layer {self.layer}: {name} contain NaN or Inf at position {self.length + token} of sequence "
+                    f"{row}; "
                     "the cache is as before. Look for overflow in the model (fp16 activations?)"
                 )
         store = self.store
@@ -248,7 +250,8 @@ class LayerCache:
             for start, stop in row.holes:
                 if bool(_is_visible(mask[index, ..., start:stop]).any()):
                     raise InputError(
-                        f"layer {self.layer}: columns {start}-{stop - 1} of sequence {index} were padding when they came "
+                        f"layer {self.layer}: columns {start}-{stop - 1} of sequence {index} were padding when they "
+                        "came "
                         "and are not stored, but the attention mask now shows them; keep padding hidden"
                     )
 

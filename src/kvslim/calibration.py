@@ -1,9 +1,9 @@
-"""Calibration: what a model's keys and queries look like, per layer, before any prompt is seen. A value and a file format.
+"""Calibration: what a model's keys and queries look like, per layer, before any prompt is seen; and its file format.
 
-Per layer (kv_heads G, head_dim D): ``query_moment`` (G, D, D) = E[q q^T]; ``key_power`` (G, D) = E[(k - mu)^2] about the means
-of 128 consecutive tokens; ``key_mean`` (G, D), the mean of the keys as they came. Where rotary positions are understood,
-``plain_mean`` (G, D) = E[R_-t k], with ``rope_pairs`` and ``rope_frequency``; otherwise ``key_mean`` is taken over random
-positions as far as the shift passes allow. Files are safetensors with a header.
+Per layer (kv_heads G, head_dim D): ``query_moment`` (G, D, D) = E[q q^T]; ``key_power`` (G, D) = E[(k - mu)^2] about
+the means of 128 consecutive tokens; ``key_mean`` (G, D), the mean of the keys as they came; ``random_mean`` (G, D),
+that at random positions. Where rotary positions are understood also ``plain_mean`` (G, D) = E[R_-t k], ``rope_pairs``
+and ``rope_frequency``. Files are safetensors with a header.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Calibration:
         os.close(descriptor)
         try:
             save_file(tensors, name, metadata=header)
-            os.replace(name, path)
+            Path(name).replace(path)
         finally:
             Path(name).unlink(missing_ok=True)
 
@@ -90,7 +90,8 @@ class Calibration:
             raise InputError(f"{path} has version {header.get('version')}, this kvslim reads {VERSION}; update kvslim")
         if fingerprint is not None and header["fingerprint"] != fingerprint:
             raise InputError(
-                f"{path} was made for another model (fingerprint {header['fingerprint']}, this model's is {fingerprint}); "
+                f"{path} was made for another model (fingerprint {header['fingerprint']}, this model's is "
+                f"{fingerprint}); "
                 "make one with `kvslim calibrate`"
             )
         layers: dict[int, dict[str, torch.Tensor]] = {}

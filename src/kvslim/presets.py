@@ -1,7 +1,8 @@
 """Presets as data: a name, the recipe it stands for, where it comes from, and one measured figure each.
 
-Figures are KL(16 bits || recipe), mean over three passages of WikiText-2 test (1,024 tokens stored, 512 scored in chunks of
-32, fp32 weights), on Qwen2.5-Coder-0.5B and Gemma 3 270M. docs/recipes.md explains each family and has the whole table.
+Figures are KL(16 bits || recipe), mean over three passages of WikiText-2 test (1,024 tokens stored, 512 scored in
+chunks of 32, fp32 weights), on Qwen2.5-Coder-0.5B and Gemma 3 270M. docs/recipes.md explains each family and has the
+whole table.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Recipe:
         else:
             options = [head, *options]
             given = [option.split("=", 1) for option in options if option.startswith(("k=", "v="))]
-            sides = {letter: side for letter, side in given}
+            sides = dict(given)
             if len(given) != 2 or len(sides) != 2:
                 raise RecipeError(f"'{text}' must give each side once; write k=SIDE+v=SIDE")
             recipe = cls(Side.parse(sides["k"]), Side.parse(sides["v"]), label=text)

@@ -46,8 +46,8 @@ class Registry(Mapping[str, Any]):
 def instantiate(cls: Any, name: str, args: tuple[str, ...]) -> Any:
     """Build the frozen dataclass `cls` from a recipe step's textual arguments.
 
-    A bare word sets a boolean field; a bare number sets ``bits``; ``field=value`` sets any field. Field types decide how
-    the text is read, a field's ``choices`` metadata says what is allowed.
+    A bare word sets a boolean field; a bare number sets ``bits``; ``field=value`` sets any field. Field types decide
+    how the text is read, a field's ``choices`` metadata says what is allowed.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Reference attention: decode a bounded tile, then an fp32 softmax. It defines what correct means; kernels must equal it.
+"""Reference attention: decode a bounded tile, then an fp32 softmax. It defines what correct means for every kernel.
 
-Scores of packed tokens are taken in their own basis (``q' = q A^-T``) and their values summed there; the map is undone once
-per query. Exact tokens are read as they are. All parts meet in one running softmax (merge by log-sum-exp), so nothing of the
-history's length is ever made dense: at most `TILE` tokens are decoded at a time.
+Scores of packed tokens are taken in their own basis (``q' = q A^-T``) and their values summed there; the map is undone
+once per query. Exact tokens are read as they are. All parts meet in one running softmax (merge by log-sum-exp), so
+nothing of the history's length is ever made dense: at most `TILE` tokens are decoded at a time.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,21 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, TextStreamer
+from transformers import TextStreamer
 
 from kvslim.codecs import build_codec
 from kvslim.errors import InputError
-from kvslim.integrations.transformers import KVCache
+from kvslim.integrations.transformers import KVCache, compat
 from kvslim.integrations.transformers.loading import LoadedModel, load_model
 from kvslim.recipe import Recipe
 from kvslim.transforms import build_transforms
-
-# newer transformers call the argument `cache` and warn about the older name
-_CACHE_ARGUMENT = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
 
 
 @dataclass(frozen=True)
@@ -144,7 +136,7 @@ class Session:
             max_new_tokens=max_new_tokens,
             streamer=streamer,
             pad_token_id=_pad_token(self.loaded),
-            **{_CACHE_ARGUMENT: cache},
+            **{compat.CACHE_ARGUMENT: cache},
             **sampling,
         )
         new = output[0, len(ids) :].tolist()

@@ -1,6 +1,6 @@
 """Read packed blocks: the one formula of the packed form, in fp32. Every kernel must equal this.
 
-    x'[t,c] = offset[c] + channel[c] * block * ( token[t,j] * TABLE[code[t,c]] + zero[t,j] )
+With the parts of layout.py, ``x'[t,c] = offset[c] + channel[c] * block * (token[t,j] * TABLE[code[t,c]] + zero[t,j])``.
 """
 
 from __future__ import annotations

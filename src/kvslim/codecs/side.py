@@ -29,8 +29,8 @@ class Frozen:
     chain : Chain
     table : Tensor of shape (entries,), fp32, or None
     moment : Tensor of shape (kv_heads, head_dim * (head_dim + 1) / 2), fp16, or None
-        Query moment in the transformed basis, for write-time feedback; its lower triangle, scaled to a mean diagonal of 1.
-        A quarter of the bytes of U, which is worked out again at each seal.
+        Query moment in the transformed basis, for write-time feedback; its lower triangle, scaled to a mean diagonal
+        of 1. A quarter of the bytes of U, which is worked out again at each seal.
     """
 
     chain: Chain
@@ -95,7 +95,7 @@ def prior_use(side: Side) -> str:
 
 
 def mixed_moment(sample: Sample) -> torch.Tensor:
-    """E[q q^T] of the prompt, and of the prior at the same mean diagonal where the prompt is short: t = n / (n + 256)."""
+    """E[q q^T] of the prompt, mixed with the prior at the same mean diagonal by t = n / (n + 256)."""
     own = sample.moment
     assert own is not None
     if "query_moment" not in sample.prior:

@@ -52,8 +52,8 @@ class Protocol:
     def offsets(self, tokens: int) -> list[int]:
         """Where the passages start in a text of so many tokens.
 
-        Three passages start at `OFFSETS`, clipped to the text; any other number is spread evenly over the same range. In
-        a text so short that they would overlap, passages are spread evenly from its first token to its last.
+        Three passages start at `OFFSETS`, clipped to the text; any other number is spread evenly over the same range.
+        In a text so short that they would overlap, passages are spread evenly from its first token to its last.
 
         Raises
         ------

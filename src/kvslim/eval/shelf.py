@@ -22,12 +22,13 @@ class Shelf:
     Parameters
     ----------
     folder : Path, optional
+        By default `FOLDER`.
     limit_nbytes : int, optional
         Least recently used files go when all together are larger.
     """
 
-    def __init__(self, folder: Path = FOLDER, limit_nbytes: int = LIMIT_NBYTES):
-        self.folder, self.limit_nbytes = folder, limit_nbytes
+    def __init__(self, folder: Path | None = None, limit_nbytes: int = LIMIT_NBYTES):
+        self.folder, self.limit_nbytes = folder or FOLDER, limit_nbytes
 
     def load(self, key: str) -> torch.Tensor | None:
         """Return the tensor under `key`, or None if there is none or it is damaged."""

@@ -1,7 +1,7 @@
 """Register with transformers when transformers is loaded, not before: ``import kvslim`` stays light.
 
-Importing transformers' model code takes seconds. So the registration waits for ``transformers.modeling_utils``, which every
-``from_pretrained`` imports before it looks at ``attn_implementation``.
+Importing transformers' model code takes seconds. So the registration waits for ``transformers.modeling_utils``, which
+every ``from_pretrained`` imports before it looks at ``attn_implementation``.
 """
 
 from __future__ import annotations

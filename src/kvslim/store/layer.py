@@ -1,8 +1,9 @@
 """LayerStore: everything one layer holds. Exact tokens in one preallocated buffer, sealed blocks in the pool.
 
-A sequence (row) of a layer is, in order: `sinks` exact first tokens, `packed` tokens in blocks, `tail` exact latest tokens.
-Sinks and tail share a buffer of ``sinks + recent + block`` slots per row, so the exact part of a row is one slice and a
-decode step copies one token. Padding is never stored: a row remembers which columns were padding as `holes`.
+A sequence (row) of a layer is, in order: `sinks` exact first tokens, `packed` tokens in blocks, `tail` exact latest
+tokens. Sinks and tail share a buffer of ``sinks + recent + block`` slots per row, so the exact part of a row is one
+slice and a decode step copies one token. Padding is never stored: a row remembers which columns were padding as
+`holes`.
 """
 
 from __future__ import annotations
@@ -176,7 +177,14 @@ class LayerStore:
             columns = keep.nonzero().squeeze(-1)
         entries = self.table.entries(index, row.packed) if row.packed else []
         return RowView(
-            self.key[index, :, :exact], self.value[index, :, :exact], row.sinks, entries, row.frozen, columns, row.packed, row.origin
+            self.key[index, :, :exact],
+            self.value[index, :, :exact],
+            row.sinks,
+            entries,
+            row.frozen,
+            columns,
+            row.packed,
+            row.origin,
         )
 
     # -- append and seal ------------------------------------------------------------------------------------------
@@ -295,8 +303,9 @@ class LayerStore:
         moment = None if row.moment is None else row.moment / max(row.queries, 1)
         samples = [_thin(span.take(0, span.length)).float() for span in spans]
         self.key_mean_share = max(self.key_mean_share, _mean_share(samples[0]))
-        key = self.packers[0].freeze(Sample(samples[0], moment, block=self.block, tokens=spans[0].length, prior=self.prior))
-        value = self.packers[1].freeze(Sample(samples[1], block=self.block, tokens=spans[1].length))
+        block, tokens = self.block, spans[0].length
+        key = self.packers[0].freeze(Sample(samples[0], moment, block, tokens, self.prior))
+        value = self.packers[1].freeze(Sample(samples[1], block=block, tokens=tokens))
         row.moment, row.queries = None, 0
         return key, value
 
@@ -407,9 +416,7 @@ def _thin(x: torch.Tensor) -> torch.Tensor:
     return x[:, :: max(1, -(-x.shape[1] // _SAMPLE))]
 
 
-def _add_holes(
-    holes: tuple[tuple[int, int], ...], offset: int, real: torch.Tensor
-) -> tuple[tuple[int, int], ...]:
+def _add_holes(holes: tuple[tuple[int, int], ...], offset: int, real: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """Append the runs of padding in `real` (chunk,) to `holes`, as column ranges."""
     found = list(holes)
     for column in (~real).nonzero().squeeze(-1).tolist():

@@ -1,7 +1,7 @@
 """Block tables: which sealed blocks a sequence consists of, and who still needs a block.
 
-All packed layers of a cache (and of its forks) share block ids, so one table per sequence serves them all. Rows are lists of
-immutable entries; reorder, repeat, select, fork and crop only touch these lists and the reference counts.
+All packed layers of a cache (and of its forks) share block ids, so one table per sequence serves them all. Rows are
+lists of immutable entries; reorder, repeat, select, fork and crop only touch these lists and the reference counts.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class BlockTable:
         """Return the slots of tokens `first` to `last`, taking new blocks where the row does not reach that far yet.
 
         The first layer that seals extends the row; the layers after it find the slots already there. With `whole`, new
-        tokens always begin a new block. Otherwise the row's last block is filled up first; a shared one is never written,
-        so a copy takes its place.
+        tokens always begin a new block. Otherwise the row's last block is filled up first; a shared one is never
+        written, so a copy takes its place.
         """
         entries = self.rows[row]
         missing = last - self.tokens(row)

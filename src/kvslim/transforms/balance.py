@@ -2,8 +2,8 @@
 
     w_c = ( E[q_c^2] / E[(k - mu)_c^2] )^(1/4)        x' = w x,   q' = q / w
 
-mu is the mean over 128 consecutive tokens, which block-mean centering removes as well. With a prior w_r (from random token
-ids, see calibration) and n tokens of the prompt, t = n / (n + 256):
+mu is the mean over 128 consecutive tokens, which block-mean centering removes as well. With a prior w_r (from random
+token ids, see calibration) and n tokens of the prompt, t = n / (n + 256):
 
     log w = t log w_online + (1 - t) (log w_r, its mean shifted to that of log w_online)
 
@@ -68,13 +68,13 @@ class Balanced(Fitted):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"weight": self.weight}
 
-    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         return x * self.weight.unsqueeze(-2)
 
     def query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return q / self.weight.unsqueeze(-2), None
 
-    def output(self, acc: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+    def output(self, acc: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
         return acc / self.weight.unsqueeze(-2)
 
 

@@ -1,7 +1,7 @@
 """What a transform is: fitted once on what is known at the first seal, then a fixed invertible map per kv head.
 
-A stored token is ``x' = (x - mu) A``. Attention never undoes it: queries take ``q' = q A^-T`` plus a bias ``q.mu``, and the
-summed values take ``A^-1`` once per query. A chain applies its transforms in order and undoes them in reverse.
+A stored token is ``x' = (x - mu) A``. Attention never undoes it: queries take ``q' = q A^-T`` plus a bias ``q.mu``,
+and the summed values take ``A^-1`` once per query. A chain applies its transforms in order and undoes them in reverse.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """center: take a mean out of the keys that is known before they come.
 
 ``static``   one vector per kv head, E[k] over the calibration: x' = k - mu, and q.mu is added to every packed score.
-``random``   the same with keys turned to random positions 0..32767, for models whose rotary positions are not understood.
-``page``     the mean of a page of consecutive positions, from E[R_-t k] and the rotary frequencies in closed form: no bytes,
-             right at every position. A static mean is not: measured at positions 0-1024 it collapses at +16384.
+``random``   the same with keys turned to random positions 0..32767, where rotary positions are not understood.
+``page``     the mean of a page of consecutive positions, from E[R_-t k] and the rotary frequencies in closed form: no
+             bytes, right at every position. A static mean is not: measured at positions 0-1024 it collapses at +16384.
 
 The block mean that is stored with a block is the codec's (``table:mean``): it needs no transform.
 """
@@ -31,8 +31,8 @@ class Center(Transform):
     Attributes
     ----------
     kind : str
-        ``static``, ``random`` or ``page`` (a page is a block); ``page`` falls back to ``random`` where positions are not
-        understood.
+        ``static``, ``random`` or ``page`` (a page is a block); ``page`` falls back to ``random`` where positions are
+        not understood.
     """
 
     kind: str = choice("static", "static", "random", "page")
@@ -66,7 +66,7 @@ class Mean(Fitted):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"mean": self.mean}
 
-    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         return x - self.mean.unsqueeze(-2)
 
     def query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,8 +1,8 @@
 """Rotary positions, as far as packing needs them: which channels turn together, and how fast.
 
-Found from the keys themselves rather than from a model's code: shifting every position by s leaves the hidden states of a
-rotary model alone and turns each key by R_s. So two passes over the same tokens, one shifted, show the pairs and their
-frequencies, whatever the family calls them; where no pairing explains the shift, the positions are not understood.
+Found from the keys themselves rather than from a model's code: shifting every position by s leaves the hidden states
+of a rotary model alone and turns each key by R_s. So two passes over the same tokens, one shifted, show the pairs and
+their frequencies, whatever the family calls them. Where no pairing explains the shift, positions are not understood.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rope:
     frequency: torch.Tensor
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """R_t x for tokens (..., tokens or 1, head_dim) at `positions` (tokens,), which may be fractional or negative."""
+        """R_t x for tokens (..., tokens or 1, head_dim) at `positions` (tokens,), also fractional or negative ones."""
         angle = positions.double()[:, None] * self.frequency.to(positions.device)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         first, second = x[..., self.pairs[0]], x[..., self.pairs[1]]
@@ -105,7 +105,5 @@ def _pairings(head_dim: int) -> list[torch.Tensor]:
         torch.stack((channels[: head_dim // 2], channels[head_dim // 2 :])),
         torch.stack((channels[::2], channels[1::2])),
     ]
-    for part in (head_dim // 2, head_dim // 4, head_dim * 3 // 4):
-        if part >= 2 and part % 2 == 0:
-            found.append(torch.stack((channels[: part // 2], channels[part // 2 : part])))
-    return found
+    parts = (part for part in (head_dim // 2, head_dim // 4, head_dim * 3 // 4) if part >= 2 and part % 2 == 0)
+    return found + [torch.stack((channels[: part // 2], channels[part // 2 : part])) for part in parts]

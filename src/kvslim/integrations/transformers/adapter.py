@@ -143,7 +143,9 @@ class KVCache(Cache):
             if index in skipped:
                 reason = "skipped on request"
             elif reason and strict:
-                raise UnsupportedModelError(f"strict: layer {index} cannot be packed ({reason}); drop strict to keep it at 16 bits")
+                raise UnsupportedModelError(
+                    f"strict: layer {index} cannot be packed ({reason}); drop strict to keep it at 16 bits"
+                )
             if reason:
                 self.reasons[index] = reason
                 layers.append(compat.framework_layer(kind, arguments))
@@ -159,9 +161,11 @@ class KVCache(Cache):
         self.peak_nbytes = 0
         self._held = [0] * len(layers)
 
-    # -- what transformers calls --------------------------------------------------------------------------------------
+    # -- what transformers calls
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Hand a chunk to one layer; packed layers answer with handles for the attention function "kvslim"."""
         if layer_idx >= len(self.layers):
             raise InputError(
@@ -257,7 +261,7 @@ class KVCache(Cache):
         self.peak_nbytes, self._held = 0, [0] * len(self.layers)
 
     def fork(self) -> KVCache:
-        """Return a cache with the same tokens; sealed blocks are shared, neither cache sees the other's later tokens."""
+        """Return a cache with the same tokens that shares sealed blocks; neither sees the other's later tokens."""
         self.step.undo()
         other = KVCache.__new__(KVCache)
         table = self.table.fork()
@@ -275,7 +279,7 @@ class KVCache(Cache):
         # sealed blocks are never written again, so sharing them is as good as copying
         return self.fork()
 
-    # -- reports ------------------------------------------------------------------------------------------------------
+    # -- reports
 
     def report(self) -> Report:
         """What is packed and what is not, bytes, bits per value, peak and kernel."""
@@ -300,13 +304,13 @@ class KVCache(Cache):
 
         The calibration is left out: it belongs to the model and serves all its caches.
         """
-        shared = () if self.calibration is None else [t for each in self.calibration.layers.values() for t in each.values()]
-        return storage_nbytes(self, shared)
+        layers = {} if self.calibration is None else self.calibration.layers
+        return storage_nbytes(self, [tensor for each in layers.values() for tensor in each.values()])
 
     def _prior(self, layer: int) -> Mapping[str, torch.Tensor] | None:
         return None if self.calibration is None else self.calibration.layers.get(layer)
 
-    # -- inner --------------------------------------------------------------------------------------------------------
+    # -- inner
 
     def _packed(self) -> Iterator[PackedLayer]:
         return (layer for layer in self.layers if isinstance(layer, PackedLayer))
@@ -314,7 +318,8 @@ class KVCache(Cache):
     def _begin(self) -> None:
         if self.step.lost:
             raise StateError(
-                f"layers {sorted(self.step.lost)} keep no earlier state, so the forward pass that failed in a later layer "
+                f"layers {sorted(self.step.lost)} keep no earlier state, so the forward pass that failed in a later "
+                "layer "
                 "could not be undone; call cache.reset() and start again"
             )
         if not self.step.open:
@@ -326,8 +331,10 @@ class KVCache(Cache):
         self.step.undo()
         if reached:  # the new pass has already taken its positions from a cache that was too long
             raise StateError(
-                f"the last forward pass went only through layers {reached} of {len(self.layers)} and was undone; the cache "
-                f"holds {length} tokens as before. Call the model again; if this repeats, the cache was made for another model"
+                f"the last forward pass went only through layers {reached} of {len(self.layers)} and was undone; the "
+                "cache "
+                f"holds {length} tokens as before. Call the model again; if this repeats, the cache was made for "
+                "another model"
             )
 
     def _note_linear(self, layer_idx: int) -> None:
@@ -348,7 +355,9 @@ class KVCache(Cache):
         others = [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
         for layer in others:
             if not hasattr(layer, operation):
-                raise StateError(f"{operation}() is not supported by transformers' {type(layer).__name__}; nothing was changed")
+                raise StateError(
+                    f"{operation}() is not supported by transformers' {type(layer).__name__}; nothing was changed"
+                )
         rows = len(self.table.rows)
         bad = [row for row in order if rows and not -rows <= row < rows]
         if bad:
@@ -369,9 +378,7 @@ class KVCache(Cache):
         self.peak_nbytes = max(self.peak_nbytes, sum(self._held) + chunk + self.step.nbytes)
 
 
-def _calibration(
-    model: Any, recipe: Recipe, layers: int, given: str | Path | Calibration | None
-) -> Calibration | None:
+def _calibration(model: Any, recipe: Recipe, layers: int, given: str | Path | Calibration | None) -> Calibration | None:
     """Find the calibration that `recipe` needs or gains from, if any."""
     if given is not None:
         found = given if isinstance(given, Calibration) else Calibration.load(given)
@@ -388,7 +395,8 @@ def _calibration(
         return calibration_of(model)
     if "needed" in uses:
         raise InputError(
-            f"recipe '{recipe.label}' needs a calibration, and a config has no weights to take it from; pass the model, or "
+            f"recipe '{recipe.label}' needs a calibration, and a config has no weights to take it from; pass the "
+            "model, or "
             "calibration=FILE from `kvslim calibrate`"
         )
     return None

@@ -89,7 +89,7 @@ def attention(
         raise PackedCacheError("position_bias is not supported on a packed cache; use transformers' DynamicCache")
     layer = key.layer
     positions = kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2:  # several positions per token (image grids): none of them is in time
+    if positions is not None and positions.ndim != 2:  # several positions per token (image grids)
         positions = None
     try:
         layer.claim(module)

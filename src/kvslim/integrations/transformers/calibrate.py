@@ -1,7 +1,8 @@
 """Calibrate a model: one forward pass over random token ids (or a text), its keys and queries recorded per layer.
 
-Random ids serve as well as text (docs/recipes.md) and need no data. The result is cached on disk by the model's fingerprint,
-so a model pays its few seconds once per machine. It belongs to the model, like its weights: all caches share it.
+Random ids serve as well as text (docs/recipes.md) and need no data. The result is cached on disk by the model's
+fingerprint, so a model pays its few seconds once per machine. It belongs to the model, like its weights: all caches
+share it.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _run(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Record:
             layer.core = _Recorder(cache.recipe, index, cache.table)
             layer.core.record = record
     positions = positions.to(ids.device)
-    arguments = {compat.cache_argument(model): cache, "position_ids": positions[None], "logits_to_keep": 1}
+    arguments = {compat.CACHE_ARGUMENT: cache, "position_ids": positions[None], "logits_to_keep": 1}
     model(input_ids=ids[None], use_cache=True, **arguments)
     if not record and any(isinstance(layer, PackedLayer) for layer in cache.layers):
         raise StateError("the model did not use the cache it was given; kvslim cannot calibrate it")

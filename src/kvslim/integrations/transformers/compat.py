@@ -23,7 +23,8 @@ from kvslim.errors import UnsupportedModelError
 from kvslim.recipe import Recipe
 
 OLDEST = "5.19"
-NAME = "kvslim"  # attention implementation; must not start with "flash" nor contain "sdpa", "flex_attention", "paged|", "/"
+# Name of the attention implementation; must not start with "flash" nor contain "sdpa", "flex_attention", "paged|", "/".
+NAME = "kvslim"
 
 # What forward() and generate() call the cache; newer versions warn about the older name.
 CACHE_ARGUMENT = (
@@ -35,9 +36,32 @@ CACHE_ARGUMENT = (
 # Model types whose attention takes keys and values apart between cache.update() and the attention function (latent
 # attention that expands a compressed cache, indexers, per-head splits), so packed handles cannot pass through.
 INDEXES_KV = frozenset(
-    "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots3_note glm4_moe_lite glm5_next "
-    "glm_moe_dsa hy_v4 hy_v4_vl inkling jetmoe kimi_linear longcat_flash minicpm3 minimax_m3_vl mistral4 mistral_large4 "
-    "nemotron_asr_streaming youtu".split()
+    {
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "diffllama",
+        "doge",
+        "dots3_note",
+        "glm4_moe_lite",
+        "glm5_next",
+        "glm_moe_dsa",
+        "hy_v4",
+        "hy_v4_vl",
+        "inkling",
+        "jetmoe",
+        "kimi_linear",
+        "longcat_flash",
+        "minicpm3",
+        "minimax_m3_vl",
+        "mistral4",
+        "mistral_large4",
+        "nemotron_asr_streaming",
+        "youtu",
+    }
 )
 # Layer kinds whose plain full-attention cache can be replaced by a packed one.
 PACKED_KINDS = ("full_attention",)
@@ -47,7 +71,8 @@ def check_version() -> None:
     """Raise UnsupportedModelError on a transformers older than `OLDEST`."""
     if Version(transformers.__version__) < Version(OLDEST):
         raise UnsupportedModelError(
-            f"transformers {transformers.__version__} is too old; kvslim needs {OLDEST} or newer: pip install -U transformers"
+            f"transformers {transformers.__version__} is too old; kvslim needs {OLDEST} or newer: pip install -U "
+            "transformers"
         )
 
 
@@ -73,15 +98,11 @@ def text_config(model_or_config: Any) -> Any:
     uses_interface = getattr(model_or_config, "_can_set_attn_implementation", None)
     if uses_interface is not None and not uses_interface():
         raise UnsupportedModelError(
-            f"{type(model_or_config).__name__} does not use transformers' attention interface, so it cannot read a packed "
+            f"{type(model_or_config).__name__} does not use transformers' attention interface, so it cannot read a "
+            "packed "
             "cache; use transformers' DynamicCache"
         )
     return text
-
-
-def cache_argument(model: Any) -> str:
-    """Name of the keyword that `model` takes its cache by: ``cache``, formerly ``past_key_values``."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any], str]]:

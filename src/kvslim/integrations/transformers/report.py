@@ -124,11 +124,11 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
+        bits = f"{self.bits_per_value:.2f} bits per value with everything ({self.bits_per_value_packed:.2f}"
         lines = [
             f"recipe         {self.label}",
             f"layers packed  {self.layers_packed} of {self.layers_total}",
-            f"held           {_size(self.nbytes)}, {self.bits_per_value:.2f} bits per value with everything "
-            f"({self.bits_per_value_packed:.2f} in sealed blocks)",
+            f"held           {_size(self.nbytes)}, {bits} in sealed blocks)",
             f"at 16 bits     {_size(self.nbytes_16bit)}",
             f"peak           {_size(self.peak_nbytes)}",
             f"kernel         {self.kernel} ({self.kernel_reason})",
@@ -142,7 +142,7 @@ class Report:
 
 
 def storage_nbytes(root: Any, shared: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of every distinct torch storage reachable from `root` through attributes and containers, but for `shared`."""
+    """Bytes of every distinct torch storage reachable from `root`, but for those of `shared`."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in shared}
     storages: dict[int, int] = {}
     seen: set[int] = set()
