@@ -20,13 +20,13 @@ from kvslim.recipe import Recipe
 SMALL = "none+block=8+sinks=2+recent=5"  # blocks are sealed within a few tokens
 TOLERANCE = 2e-4
 PACKED = ("int8", "kivi4", "int8+block=8+sinks=2+recent=5", "k=affine:4:scale=16+v=affine:4:scale=16+immediate+block=16")
-CROPPABLE = [family for family in FAMILIES if family not in LINEAR]
-FULL = [family for family in FAMILIES if family not in LINEAR and family not in WINDOWED]
+FEW = ("llama", "gemma3", "gpt-oss", "qwen3-next")  # one of each kind of layer
+CROPPABLE = [family for family in FEW if family not in LINEAR]
 
 
 def generate(model, ids, cache, **settings):
     """Sequences and logits of `generate`; greedy unless told otherwise."""
-    settings = {"max_new_tokens": 16, "do_sample": False, **settings}
+    settings = {"max_new_tokens": 10, "do_sample": False, **settings}
     settings.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(
         ids, **{compat.CACHE_ARGUMENT: cache}, return_dict_in_generate=True, output_logits=True, **settings
@@ -83,24 +83,28 @@ def state_hash(cache) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", [SMALL, "none", "none+immediate+block=8"])
-def test_greedy(family, recipe):
-    result = both(family, prompt(2, 45), recipe)
+def test_greedy(family):
+    result = both(family, prompt(2, 45), max_new_tokens=16)
     assert len(set(result.sequences[0, 45:].tolist())) > 3  # a model that repeats one token would prove nothing
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", ["none", "none+immediate+block=8", "none+block=8+sinks=0+recent=0"])
+def test_greedy_with_other_windows(recipe):
+    both("llama", prompt(2, 45), recipe, max_new_tokens=16)
+
+
+@pytest.mark.parametrize("family", FEW)
 def test_sampling_three_returns(family):
     result = both(family, prompt(1, 30), do_sample=True, num_return_sequences=3)
     assert len({tuple(row) for row in result.sequences.tolist()}) > 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_beam_search(family):
     both(family, prompt(1, 30), num_beams=3, num_return_sequences=2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_beam_search_with_left_padding(family):
     ids, mask = left_padded([5, 33, 20])
     both(family, ids, attention_mask=mask, num_beams=3)
@@ -121,20 +125,18 @@ def test_assistant_model(family):
     assert torch.equal(result.sequences, generate(pair(family)[1], ids, None, max_new_tokens=20).sequences)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CROPPABLE)
 def test_assisted_by_itself_accepts_drafts(family):
-    if family in LINEAR:
-        pytest.skip("recurrent state cannot be cropped; transformers refuses assisted decoding there")
     both(family, prompt(1, 30), assistant_model=pair(family)[1], max_new_tokens=20)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_chunked_prefill_by_generate(family):
     both(family, prompt(2, 50), prefill_chunk_size=11)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cuts", [(20, 21), (1, 40), (13, 26)])
+@pytest.mark.parametrize("cuts", [(20, 21), (1, 40)])
 def test_chunked_prefill_by_hand(family, cuts):
     packed, stock = pair(family)
     ids = prompt(2, 50)
@@ -145,13 +147,13 @@ def test_chunked_prefill_by_hand(family, cuts):
         assert caches[0].get_seq_length() == stop
 
 
-@pytest.mark.parametrize("lengths", [[3, 17, 64, 130], [64, 3], [1, 40, 41]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [*((family, [3, 17, 64, 130]) for family in FAMILIES), ("llama", [64, 3]), ("gemma3", [1, 40, 41])],
+)
 def test_left_padded_batch_equals_solo_runs(family, lengths):
     """Whatever the padding rows contain: their embeddings are made huge, and no real token changes."""
     packed, _ = pair(family)
-    if family in LINEAR and min(lengths) == 1:
-        pytest.skip("transformers' own padding of convolution states differs for a single token")
     ids, mask = left_padded(lengths)
     embeddings = packed.get_input_embeddings().weight
     kept = embeddings[0].clone()
@@ -170,12 +172,10 @@ def test_left_padded_batch_equals_solo_runs(family, lengths):
             torch.testing.assert_close(got[row], want[0], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CROPPABLE)
 def test_right_padding_between_turns(family):
     """Padding in the middle: a right-padded first turn, then more text."""
     packed, stock = pair(family)
-    if family in LINEAR:
-        pytest.skip("a recurrent state has no way round padding that came after text")
     ids, more = prompt(2, 30), prompt(2, 6, seed=3)
     mask = torch.ones_like(ids)
     mask[1, 20:] = 0
@@ -187,7 +187,7 @@ def test_right_padding_between_turns(family):
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ("llama",))
 def test_streamer(family):
     class Tokens:
         def __init__(self):
@@ -207,7 +207,7 @@ def test_streamer(family):
     assert [*iter(streamer.seen.get, None)] == result.sequences[0].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_turns_reuse_the_cache(family):
     packed, stock = pair(family)
     caches = kvslim.KVCache(packed, SMALL), DynamicCache(config=stock.config)
@@ -219,7 +219,7 @@ def test_turns_reuse_the_cache(family):
         ids = torch.cat([results[0].sequences, prompt(1, 7, seed=turn)], dim=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_copies_of_a_prefix(family):
     """One prefix, three continuations on copies, in any order: each as if the prefix had been fed for it alone."""
     packed, stock = pair(family)
@@ -270,7 +270,7 @@ RECENT = 5
 
 
 @pytest.mark.parametrize("remove", [1, RECENT - 1, RECENT, RECENT + 1, 3 * RECENT, 3 * RECENT + 8, 39, 40])
-@pytest.mark.parametrize("family", FULL)
+@pytest.mark.parametrize("family", ("llama", "qwen2"))
 def test_crop(family, remove):
     packed, _ = pair(family)
     ids, more = prompt(2, 40), prompt(2, 12, seed=5)
@@ -345,7 +345,7 @@ def test_crop_of_more_than_there_is():
     assert cache.get_seq_length() == 10
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_two_reorders_in_a_row(family):
     packed, _ = pair(family)
     ids, more = prompt(3, 40), prompt(3, 3, seed=9)
@@ -416,7 +416,7 @@ def test_operations_on_an_empty_cache():
     assert cache.report().nbytes < 64
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_reset_makes_it_new(family):
     packed, _ = pair(family)
     cache = kvslim.KVCache(packed, SMALL)
@@ -481,7 +481,7 @@ def test_requests_one_after_the_other_leave_no_slope():
 
 
 @pytest.mark.parametrize("recipe", PACKED)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize("family", FEW)
 def test_packed_generation_is_that_of_a_cache_fed_identically(family, recipe):
     """Greedy text, then the same tokens one by one into a fresh cache: the same bytes in the end."""
     packed, _ = pair(family)
@@ -525,15 +525,15 @@ def test_packed_generation_matrix(recipe, settings):
     assert texts == [texts[0]] * len(texts)
 
 
-@pytest.mark.parametrize("recipe", PACKED)
+@pytest.mark.parametrize("recipe", PACKED[2:])
 def test_beams_cost_little_more_than_their_own_tokens(recipe):
     """Beams part at almost every step; what they share stays shared, and no step leaves a part-filled block behind."""
     packed, _ = pair("llama")
     caches = [kvslim.KVCache(packed, recipe) for _ in range(2)]
-    generate(packed, prompt(1, 100), caches[0], max_new_tokens=60)
-    generate(packed, prompt(1, 100), caches[1], max_new_tokens=60, num_beams=4)
+    generate(packed, prompt(1, 100), caches[0], max_new_tokens=24)
+    generate(packed, prompt(1, 100), caches[1], max_new_tokens=24, num_beams=4)
     one, four = (cache.table.allocator.in_use for cache in caches)
-    own = 60 // caches[0].recipe.block + 2
+    own = 24 // caches[0].recipe.block + 2
     assert four <= one + 3 * own
 
 
@@ -576,12 +576,12 @@ def test_padding_does_not_change_packed_bytes():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", ["none", "kivi4", "int8"])
-def test_report_counts_every_tensor(family, recipe):
+def test_report_counts_every_tensor(family):
     packed, _ = pair(family)
+    recipe = "kivi4"
     cache = kvslim.KVCache(packed, recipe)
     assert cache.report().nbytes < 64 * len(cache.layers)
-    generate(packed, prompt(2, 100), cache)
+    generate(packed, prompt(2, 100), cache, max_new_tokens=3)
     report = cache.report()
     assert report.nbytes == cache.nbytes
     held = {}
@@ -696,13 +696,12 @@ def poison(model, layer: int, side: str, value: float):
 
 
 @pytest.mark.parametrize("recipe", [SMALL, "kivi4", "int8+block=8+sinks=2+recent=5", PACKED[-1]])
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize(("side", "value"), [("k", torch.nan), ("v", torch.inf)])
-@pytest.mark.parametrize("chunk", [1, 9, 70])
+@pytest.mark.parametrize(("layer", "side", "value"), [(0, "k", torch.nan), (2, "v", torch.inf)])
+@pytest.mark.parametrize("chunk", [1, 70])
 def test_nan_is_refused_and_the_cache_is_as_before(recipe, layer, side, value, chunk):
     """Layers before the one that failed may have sealed blocks by then; they take that back."""
     packed, _ = pair("llama")
-    for length in (0, 66, 67, 68, 69, 70):  # whatever the fill of the tail
+    for length in (0, 66, 67, 68):  # whatever the fill of the tail
         cache, other = (kvslim.KVCache(packed, recipe) for _ in range(2))
         if length:
             for each in (cache, other):

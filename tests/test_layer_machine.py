@@ -163,10 +163,13 @@ class ImmediateMachine(LayerMachine):
     recipe = "none+block=16+sinks=2+immediate"
 
 
-quick = settings(
-    max_examples=25, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def quick(examples: int) -> settings:
+    return settings(
+        max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
 TestLayerMachine = LayerMachine.TestCase
-TestLayerMachine.settings = quick
+TestLayerMachine.settings = quick(20)
 TestImmediateMachine = ImmediateMachine.TestCase
-TestImmediateMachine.settings = quick
+TestImmediateMachine.settings = quick(40)

@@ -1,4 +1,4 @@
-"""Every preset: its bits, its golden bytes, the same bytes however the prompt was cut, and constants that change nothing."""
+"""Every preset: its bits, its golden bytes, the same bytes however the prompt was cut, and what it does to keys."""
 
 import hashlib
 import json

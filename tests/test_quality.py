@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import string
 
 import pytest
@@ -23,6 +24,8 @@ from kvslim.eval.text import Text, load_text, python_docs
 from kvslim.integrations.transformers import loading
 from kvslim.integrations.transformers.loading import LoadedModel
 
+# blocks small enough that most of a short passage is sealed
+INT8, INT4 = "int8+recent=0+block=32", "int4+recent=0+block=32"
 SMALL = Protocol(prefill=96, score=64, chunk=16, prefixes=2)
 KEYS = [
     *("recipe", "bits_per_value", "bits_per_value_packed", "nbytes", "nbytes_16bit", "kl_mean", "kl_p99", "kl_p999"),
@@ -60,7 +63,7 @@ def test_the_control_recipe_changes_nothing(model, ids):
 
 
 def test_more_bits_are_better_and_take_more(model, ids):
-    eight, four = measure_quality(model, ids, ["int8+recent=0+block=32", "int4+recent=0+block=32"], SMALL)
+    eight, four = measure_quality(model, ids, [INT8, INT4], SMALL)
     assert 0 < eight.kl_mean < four.kl_mean / 10
     assert eight.top1 >= four.top1
     assert eight.bits_per_value_packed == pytest.approx(8, abs=0.1)
@@ -73,11 +76,11 @@ def test_more_bits_are_better_and_take_more(model, ids):
 
 def test_a_remembered_baseline_gives_the_same_rows(model, ids, tmp_path, monkeypatch):
     kept = Shelf(tmp_path)
-    fresh = measure_quality(model, ids, ["int4"], SMALL)
-    first = measure_quality(model, ids, ["int4"], SMALL, shelf=kept)
+    fresh = measure_quality(model, ids, [INT4], SMALL)
+    first = measure_quality(model, ids, [INT4], SMALL, shelf=kept)
     assert len(list(tmp_path.iterdir())) == 2, "one file a passage, no drafts left"
     monkeypatch.setattr(Baseline, "_run", lambda *_: pytest.fail("the baseline was made again"))
-    assert measure_quality(model, ids, ["int4"], SMALL, shelf=kept) == first == fresh
+    assert measure_quality(model, ids, [INT4], SMALL, shelf=kept) == first == fresh
 
 
 def test_an_interrupted_or_damaged_baseline_is_made_again(model, ids, tmp_path):
@@ -91,12 +94,12 @@ def test_an_interrupted_or_damaged_baseline_is_made_again(model, ids, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_quality(model, ids, ["int4"], SMALL, shelf=kept, on_tokens=interrupt)
+        measure_quality(model, ids, [INT4], SMALL, shelf=kept, on_tokens=interrupt)
     assert not list(tmp_path.iterdir())
-    rows = measure_quality(model, ids, ["int4"], SMALL, shelf=kept)
+    rows = measure_quality(model, ids, [INT4], SMALL, shelf=kept)
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:200])
-    assert measure_quality(model, ids, ["int4"], SMALL, shelf=kept) == rows
+    assert measure_quality(model, ids, [INT4], SMALL, shelf=kept) == rows
 
 
 def test_a_remembered_baseline_belongs_to_its_model_and_protocol(model, ids, tmp_path):
@@ -120,9 +123,9 @@ def test_logits_changed_after_the_head_are_not_remembered(model, ids, tmp_path, 
         return output
 
     monkeypatch.setattr(type(model), "forward", capped)
-    fresh = measure_quality(model, ids, ["int4"], SMALL)
+    fresh = measure_quality(model, ids, [INT4], SMALL)
     for _ in range(2):
-        assert measure_quality(model, ids, ["int4"], SMALL, shelf=Shelf(tmp_path)) == fresh
+        assert measure_quality(model, ids, [INT4], SMALL, shelf=Shelf(tmp_path)) == fresh
     assert not list(tmp_path.iterdir())
 
 
@@ -140,9 +143,10 @@ def test_the_shelf_drops_the_least_recently_used(tmp_path):
 def test_it_is_the_protocol(model, ids):
     """The row equals what the protocol's words say, written out for one passage."""
     protocol = Protocol(prefill=96, score=64, chunk=16, prefixes=1)
-    (row,) = measure_quality(model, ids, ["int4"], protocol)
+    (row,) = measure_quality(model, ids, [INT4], protocol)
+    (ids,) = protocol.passages(ids)
     runs = []
-    for cache in (DynamicCache(config=model.config), kvslim.KVCache(model, "int4")):
+    for cache in (DynamicCache(config=model.config), kvslim.KVCache(model, INT4)):
         feed(model, cache, ids[:96], 0, keep=1)
         runs.append(torch.cat(list(feed_chunks(model, cache, ids[96:160], 96, 16, lambda _: None))).log_softmax(-1))
     base, run = runs
@@ -152,16 +156,16 @@ def test_it_is_the_protocol(model, ids):
 
 
 def test_positions_do_not_matter(model, ids):
-    near = measure_quality(model, ids, ["none", "int8"], SMALL)
+    near = measure_quality(model, ids, ["none", INT8], SMALL)
     far = Protocol(prefill=96, score=64, chunk=16, prefixes=2, offset_positions=1000)
-    for row, moved in zip(near, measure_quality(model, ids, ["none", "int8"], far), strict=True):
+    for row, moved in zip(near, measure_quality(model, ids, ["none", INT8], far), strict=True):
         assert moved.kl_mean == pytest.approx(row.kl_mean, rel=0.5, abs=1e-8)
 
 
 def test_progress_adds_up(model, ids, tmp_path):
     for _ in range(2):  # the second time the baseline is remembered
         seen = []
-        measure_quality(model, ids, ["none", "int8"], SMALL, shelf=Shelf(tmp_path), on_tokens=seen.append)
+        measure_quality(model, ids, ["none", INT8], SMALL, shelf=Shelf(tmp_path), on_tokens=seen.append)
         assert sum(seen) == total_tokens(SMALL, recipes=2)
 
 
@@ -232,7 +236,7 @@ def run(model, monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: loaded)
     monkeypatch.setattr(shelf, "FOLDER", tmp_path / "baselines")
     file = tmp_path / "some.txt"
-    file.write_text("What is fed may be anything. " * 12)
+    file.write_text("".join(random.Random(0).choices(string.ascii_letters, k=350)))
     small = ("--text", str(file), "--prefill", "96", "--score", "48", "--chunk", "16", "--prefixes", "2")
     return lambda *arguments: CliRunner().invoke(app, ["eval", "quality", *small, *arguments])
 
@@ -242,7 +246,7 @@ def test_the_verb_prints_json(run, tmp_path):
     data = json.loads(done.stdout)
     assert [row["recipe"] for row in data["rows"]] == ["int8", "int4+sinks=8"]
     assert data["text"]["name"] == "some.txt"
-    assert data["text"]["tokens"] == 348
+    assert data["text"]["tokens"] == 350
     assert len(list((tmp_path / "baselines").iterdir())) == 2
 
 
@@ -256,7 +260,7 @@ def test_the_verb_prints_a_table(run):
 def test_the_verb_refuses_a_short_text(run):
     done = run("--prefixes", "9")
     assert isinstance(done.exception, InputError)
-    assert "the text has 348 tokens" in str(done.exception)
+    assert "the text has 350 tokens" in str(done.exception)
 
 
 def test_qwen_kivi4(qwen05b):

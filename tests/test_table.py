@@ -104,6 +104,21 @@ def test_a_shared_block_is_copied_before_it_is_written():
     assert (table.rows, fork.rows) == ([[Entry(1, 7)]], [[Entry(0, 6)]])
 
 
+def test_a_layer_that_lags_behind_reads_what_it_has_not_copied_yet():
+    table = table_of(0)
+    table.place(0, 0, 13, whole=False)
+    fork = table.fork()
+    table.place(0, 13, 22, whole=False)
+    assert table.rows[0] == [Entry(0, 8), Entry(2, 8), Entry(3, 6)]
+    assert table.entries(0, 22) == table.rows[0]
+    assert table.entries(0, 13) == [Entry(0, 8), Entry(1, 5)]
+    assert table.place(0, 13, 22, whole=False)[0] == Placement(2, 5, 3, source=1)
+    table.crop(0, 14)
+    assert table.rows[0] == [Entry(0, 8), Entry(2, 6)]
+    assert table.entries(0, 13) == [Entry(0, 8), Entry(2, 5)]
+    assert fork.entries(0, 13) == [Entry(0, 8), Entry(1, 5)]
+
+
 def test_rows_that_part_copy_once_each():
     table = table_of(0)
     table.place(0, 0, 10, whole=False)

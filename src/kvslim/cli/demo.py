@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SHOWN = (DEFAULT_RECIPE, "kivi4", "int8", "int4")  # the last one as what not to do
 _DEFAULT = ",".join(name for name in dict.fromkeys(_SHOWN) if name in PRESETS)
-_NONSENSE_TOP1 = 0.5
+_UNUSABLE_TOP1 = 0.5
 _COLUMNS = (
     *("bits per\nvalue", "held\nMiB", "of\n16 bits", "peak\nMiB"),
     *("prefill\ntok/s", "decode\ntok/s", "KL", "top-1"),
@@ -61,9 +61,9 @@ def _verdict(answer: Answer) -> str:
     """Say what is wrong with an answer, from what was measured and from the presets' table."""
     from kvslim.cli.compare import note_of
 
-    if answer.top1 >= _NONSENSE_TOP1:
+    if answer.top1 >= _UNUSABLE_TOP1:
         return note_of(answer.recipe)
-    return ": ".join(part for part in ("nonsense on this model", note_of(answer.recipe)) if part)
+    return ": ".join(part for part in ("unusable on this model", note_of(answer.recipe)) if part)
 
 
 def _show(title: str, dtype: str, answers: list[Answer], scored: int) -> None:

@@ -113,14 +113,24 @@ class BlockTable:
         return sum(entry.valid for entry in self.rows[row])
 
     def entries(self, row: int, tokens: int) -> list[Entry]:
-        """Return the entries that cover the first `tokens` tokens, the last one cut to fit."""
+        """Return the entries that cover the first `tokens` tokens, the last one cut to fit.
+
+        Fewer tokens than the row has means a layer that an earlier one is ahead of: it has not copied its part of a block
+        begun in this pass yet, and gets the block to copy from.
+        """
         covered: list[Entry] = []
         for entry in self.rows[row]:
             if tokens <= 0:
                 break
             covered.append(Entry(entry.block, min(entry.valid, tokens)))
             tokens -= entry.valid
+        if covered and tokens < 0 and covered[-1].block == self._copied(row)[0]:
+            covered[-1] = Entry(self._sources[row][1], covered[-1].valid)
         return covered
+
+    def _copied(self, row: int) -> tuple[int, int] | tuple[None, None]:
+        """Block begun in the last pass as a copy, and the block it continues."""
+        return self._sources.get(row, (None, None))
 
     def place(self, row: int, first: int, last: int, *, whole: bool) -> list[Placement]:
         """Return the slots of tokens `first` to `last`, taking new blocks where the row does not reach that far yet.
@@ -150,7 +160,7 @@ class BlockTable:
             start -= valid
             slot, stop = max(first - start, 0), min(last - start, valid)
             if slot < stop:
-                copied, source = self._sources.get(row, (None, None))
+                copied, source = self._copied(row)
                 placements.append(Placement(block, slot, stop - slot, source if block == copied else None))
             if start <= first:
                 break
@@ -158,6 +168,7 @@ class BlockTable:
 
     def crop(self, row: int, tokens: int) -> None:
         """Keep the first `tokens` tokens of `row`; blocks past them are let go."""
+        self._sources.pop(row, None)
         kept = self.entries(row, tokens)
         self.allocator.release(entry.block for entry in self.rows[row][len(kept) :])
         self.rows[row] = kept
