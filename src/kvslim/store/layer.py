@@ -280,7 +280,7 @@ class LayerStore:
         assert row.frozen is not None
         done, position = 0, row.origin + row.sinks + row.packed
         for group in _groups(places, self.block):
-            size = sum(place.count for place in group)
+            size = sum(place.tokens for place in group)
             firsts = [position + done - group[0].slot + i * self.block for i in range(len(group))]
             starts = torch.tensor(firsts, device=self.device)
             for name, span, packer, frozen in zip("kv", spans, self.packers, row.frozen, strict=True):
@@ -397,7 +397,7 @@ def _groups(places: list[Placement], block: int) -> Iterator[list[Placement]]:
     """Whole blocks by the batch, and what fills only part of a block alone."""
     batch: list[Placement] = []
     for place in places:
-        if place.count < block:
+        if place.tokens < block:
             if batch:
                 yield batch
             yield [place]

@@ -29,14 +29,14 @@ class Entry(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where tokens go: `count` tokens of a sequence into `block` from slot `slot` on.
+    """Where tokens go: `tokens` tokens of a sequence into `block` from slot `slot` on.
 
     Where there is a `source`, the slots before `slot` are copied from that block first.
     """
 
     block: int
     slot: int
-    count: int
+    tokens: int
     source: int | None = None
 
 
@@ -146,9 +146,9 @@ class BlockTable:
         if missing > 0 and not whole and entries and entries[-1].valid < self.block:
             block, valid = entries[-1]
             if self.allocator.references(block) > 1:
-                source, block = block, self.allocator.allocate()
-                self.allocator.release([source])
-                self._sources[row] = block, source
+                shared, block = block, self.allocator.allocate()
+                self.allocator.release([shared])
+                self._sources[row] = block, shared
             take = min(missing, self.block - valid)
             entries[-1] = Entry(block, valid + take)
             missing -= take
