@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from kvslim.integrations.transformers.loading import LoadedModel, load_model
 
 _REAL = {"qwen05b", "gemma270m"}
+_THREADS = torch.get_num_threads()  # OMP_NUM_THREADS, else one per core
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _threads(request) -> None:
     """Tiny tensors gain nothing from a second thread, and lose much where the machine is busy."""
-    torch.set_num_threads(2 if request.node.get_closest_marker("real_model") else 1)
+    torch.set_num_threads(_THREADS if request.node.get_closest_marker("real_model") else 1)
 
 
 @pytest.fixture(scope="session")

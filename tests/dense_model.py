@@ -52,9 +52,7 @@ class PlainRow:
     real: torch.Tensor
 
     def append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> PlainRow:
-        return PlainRow(
-            torch.cat([self.key, key], 1), torch.cat([self.value, value], 1), torch.cat([self.real, real])
-        )
+        return PlainRow(torch.cat([self.key, key], 1), torch.cat([self.value, value], 1), torch.cat([self.real, real]))
 
     def crop(self, length: int) -> PlainRow:
         return PlainRow(self.key[:, :length], self.value[:, :length], self.real[:length])

@@ -8,7 +8,6 @@ import queue
 
 import pytest
 import torch
-from tiny_models import FAMILIES, LINEAR, WINDOWED, build, config_of, left_padded, pair, prompt
 from transformers import DeepseekV3Config, DynamicCache, GPT2Config, MambaConfig, T5Config
 
 import kvslim
@@ -16,10 +15,16 @@ from kvslim.errors import InputError, PackedCacheError, RecipeError, StateError,
 from kvslim.integrations.transformers import compat
 from kvslim.layout import TOKEN_PARTS
 from kvslim.recipe import Recipe
+from tiny_models import FAMILIES, LINEAR, WINDOWED, build, config_of, left_padded, pair, prompt
 
 SMALL = "none+block=8+sinks=2+recent=5"  # blocks are sealed within a few tokens
 TOLERANCE = 2e-4
-PACKED = ("int8", "kivi4", "int8+block=8+sinks=2+recent=5", "k=affine:4:scale=16+v=affine:4:scale=16+immediate+block=16")
+PACKED = (
+    "int8",
+    "kivi4",
+    "int8+block=8+sinks=2+recent=5",
+    "k=affine:4:scale=16+v=affine:4:scale=16+immediate+block=16",
+)
 FEW = ("llama", "gemma3", "gpt-oss", "qwen3-next")  # one of each kind of layer
 CROPPABLE = [family for family in FEW if family not in LINEAR]
 
@@ -568,7 +573,10 @@ def test_padding_does_not_change_packed_bytes():
         )
         torch.testing.assert_close(layer.view(row).key, alone.view(0).key, atol=2e-3, rtol=2e-3)
         for one, other in zip(cache.table.rows[row], solo.table.rows[0], strict=True):
-            scales = layer.pool.read("k", [one.block]).parts["channel"], alone.pool.read("k", [other.block]).parts["channel"]
+            scales = (
+                layer.pool.read("k", [one.block]).parts["channel"],
+                alone.pool.read("k", [other.block]).parts["channel"],
+            )
             torch.testing.assert_close(*scales, atol=2e-3, rtol=2e-3)
 
 
@@ -711,7 +719,8 @@ def test_nan_is_refused_and_the_cache_is_as_before(recipe, layer, side, value, c
         name = {"k": "keys", "v": "values"}[side]
         try:
             with pytest.raises(
-                InputError, match=f"layer {layer}: {name} contain NaN or Inf at position {length + chunk - 1} of sequence 1"
+                InputError,
+                match=f"layer {layer}: {name} contain NaN or Inf at position {length + chunk - 1} of sequence 1",
             ):
                 forward(packed, prompt(2, chunk, seed=3), cache)
         finally:
@@ -826,7 +835,9 @@ def test_a_cache_of_another_model():
     assert state_hash(cache) == before
     cache.reset()
     ids = prompt(1, 12)
-    torch.testing.assert_close(forward(others["narrow"], ids, cache), forward(others["narrow"], ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        forward(others["narrow"], ids, cache), forward(others["narrow"], ids), atol=TOLERANCE, rtol=0
+    )
 
 
 def test_a_cache_for_more_layers_than_the_model_has():

@@ -37,7 +37,8 @@ def test_extreme_codes_stay_apart(bits):
 
 
 @pytest.mark.parametrize(
-    ("width", "unit"), [(32, 32), (64, 32), (96, 32), (48, 16), (80, 16), (112, 16), (24, 8), (40, 8), (8, 8), (7, 8), (9, 8)]
+    ("width", "unit"),
+    [(32, 32), (64, 32), (96, 32), (48, 16), (80, 16), (112, 16), (24, 8), (40, 8), (8, 8), (7, 8), (9, 8)],
 )
 def test_units(width, unit):
     assert unit_of(width) == unit

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from dense_model import Geometry, PlainRow, attention, causal, stored
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dense_model import Geometry, PlainRow, attention, causal, stored
 from kvslim.cache import LayerCache
 from kvslim.recipe import Recipe
 from kvslim.store.table import BlockAllocator, BlockTable
@@ -117,7 +117,9 @@ class LayerMachine(RuleBasedStateMachine):
     def fork(self, number):
         twin = self.pick_twin(number)
         table = twin.table.fork()
-        self.twins.append(Twin(table, [layer.fork(table) for layer in twin.layers], [list(rows) for rows in twin.plain]))
+        self.twins.append(
+            Twin(table, [layer.fork(table) for layer in twin.layers], [list(rows) for rows in twin.plain])
+        )
 
     @rule(number=st.integers(0, 3))
     def clear(self, number):

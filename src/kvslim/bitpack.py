@@ -4,8 +4,8 @@ Channels are taken in units of 32 (16 or 8 where the width is no multiple of 32)
 bits first, into planes of 8, 4, 2 or 1 bits (3 = 2+1, 5 = 4+1, 6 = 4+2, 7 = 4+2+1). A plane of ``w`` bits takes
 ``n = unit * w / 8`` bytes; byte ``i`` holds the elements ``i, i+n, i+2n, ...`` at bit 0, w, 2w, ...
 
-So a 4-bit unit is 16 bytes with channels 0-15 in the low and 16-31 in the high nibbles: one shift and one mask unpack it
-in channel order on any vector unit.
+So a 4-bit unit is 16 bytes with channels 0-15 in the low and 16-31 in the high nibbles: one shift and one mask unpack
+it in channel order on any vector unit.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class BlockTable:
     def entries(self, row: int, tokens: int) -> list[Entry]:
         """Return the entries that cover the first `tokens` tokens, the last one cut to fit.
 
-        Fewer tokens than the row has means a layer that an earlier one is ahead of: it has not copied its part of a block
-        begun in this pass yet, and gets the block to copy from.
+        Fewer tokens than the row has means a layer that an earlier one is ahead of: it has not copied its part of a
+        block begun in this pass yet, and gets the block to copy from.
         """
         covered: list[Entry] = []
         for entry in self.rows[row]:
