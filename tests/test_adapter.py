@@ -192,7 +192,7 @@ def test_right_padding_between_turns(family):
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", ("llama",))
+@pytest.mark.parametrize("family", ["llama"])
 def test_streamer(family):
     class Tokens:
         def __init__(self):
@@ -275,7 +275,7 @@ RECENT = 5
 
 
 @pytest.mark.parametrize("remove", [1, RECENT - 1, RECENT, RECENT + 1, 3 * RECENT, 3 * RECENT + 8, 39, 40])
-@pytest.mark.parametrize("family", ("llama", "qwen2"))
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_crop(family, remove):
     packed, _ = pair(family)
     ids, more = prompt(2, 40), prompt(2, 12, seed=5)

@@ -430,7 +430,7 @@ def test_nan_and_inf_are_refused_by_position(bad, side):
     cache = Single("kivi4", Geometry(2, 1, 32, 32))
     feed_in_chunks(cache, 100, 100, batch=2)
     before = snapshot(cache)
-    q, k, v = cache.geometry.chunk(2, 9, 5)
+    _q, k, v = cache.geometry.chunk(2, 9, 5)
     (k if side == "keys" else v)[1, 0, 4, 3] = bad
     with pytest.raises(InputError, match=f"layer 0: {side} contain NaN or Inf at position 104 of sequence 1"):
         cache.layer.append(k, v)
