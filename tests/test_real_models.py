@@ -261,7 +261,7 @@ def held_bytes(cache) -> int:
 def test_report_counts_every_byte(gemma270m, preset):
     """And what is packed is not held dense as well: outside the exact slots no float tensor has the history's length."""
     cache = kvslim.KVCache(gemma270m.model, preset)
-    forward(gemma270m.model, encode(gemma270m, TEXT, 330), cache, keep=1)
+    forward(gemma270m.model, encode(gemma270m, TEXT, 700), cache, keep=1)
     forward(gemma270m.model, encode(gemma270m, LIST, 1), cache, keep=1)
     report = cache.report()
     assert report.nbytes == pytest.approx(held_bytes(cache), rel=0.02)
@@ -269,7 +269,7 @@ def test_report_counts_every_byte(gemma270m, preset):
     assert len(stores) == report.layers_packed == 3
     for store in stores:
         packed = store.rows[0].packed
-        assert packed >= 128
+        assert packed >= 512
         if preset != "none":
             dense = packed * store.kv_heads * store.head_dims[0]
             exact = {store.key.data_ptr(), store.value.data_ptr()}
