@@ -122,7 +122,9 @@ def test_generate_takes_prompts_from_all_sources_alike(run, tiny_folder, tmp_pat
 
 
 def test_generate_packs_each_side_as_told(run, tiny_folder):
-    code, out, _ = run("generate", "-m", str(tiny_folder), "-p", "a", "-n", "2", "--json", "-r", "kivi4", "--key", "int8")
+    code, out, _ = run(
+        "generate", "-m", str(tiny_folder), "-p", "a", "-n", "2", "--json", "-r", "kivi4", "--key", "int8"
+    )
     assert code == 0
     assert json.loads(out)["recipe"].startswith("k=affine:8:scale=block+v=affine:4:asym:scale=32")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvslim.eval.demo import Answer
 
-_SHOWN = (DEFAULT_RECIPE, "kivi4", "int8", "int4")  # the last one as what not to do
+_SHOWN = (DEFAULT_RECIPE, "slim3", "kivi4", "turbo4")  # the last one as what not to do
 _DEFAULT = ",".join(name for name in dict.fromkeys(_SHOWN) if name in PRESETS)
 _UNUSABLE_TOP1 = 0.5
 _COLUMNS = (
