@@ -53,7 +53,7 @@ _ALL = (
         _SLIM.format(k=4, v=4),
         "block mean, q/k balance, Hadamard, Lloyd-Max with write-time feedback; 4 bits",
         "kvslim",
-        "KL .0018 Qwen 0.5B, .0006 Qwen 1.5B, .0014 Gemma 270M",
+        "KL .0019 Qwen 0.5B, .0006 Qwen 1.5B, .0014 Gemma 270M",
     ),
     Preset("slim3", _SLIM.format(k=3, v=3), "slim4 at 3 bits", "kvslim", "KL .0091 Qwen 0.5B, .0066 Gemma 270M"),
     Preset(
