@@ -32,7 +32,8 @@ def test_kivi(name, bits, head_dim):
 
 
 def test_pair():
-    assert preset_bits("k8v4", 128) == (8 + 1, 4 + 1)
+    """A scale per token on both sides, and a mean per channel and block on keys."""
+    assert preset_bits("k8v4", 128) == (8 + 16 / 128 + 16 / 128, 4 + 16 / 128)
 
 
 def test_none_is_16_bits():
