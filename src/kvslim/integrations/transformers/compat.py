@@ -133,8 +133,12 @@ def framework_layer(kind: str, arguments: dict[str, Any]) -> Any:
 
 def check_head_dim(recipe: Recipe, index: int, config: Any) -> None:
     """Raise RecipeError where a layer's head_dim and the recipe do not fit, before a single token is computed."""
-    layer = config.per_layer_config[index]
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
+    head_dim = getattr(layer, "head_dim", None)
+    if head_dim is None and hasattr(layer, "hidden_size") and hasattr(layer, "num_attention_heads"):
+        head_dim = layer.hidden_size // layer.num_attention_heads
+    if head_dim is None:
+        return  # unusual names: the first token tells
     build_packers(recipe, index, (head_dim, head_dim), "fp16")
 
 
