@@ -78,7 +78,7 @@ def prior() -> dict[str, torch.Tensor]:
 
 def cache_of(recipe: str) -> LayerCache:
     parsed = Recipe.parse(recipe)
-    return LayerCache(parsed, 0, BlockTable(BlockAllocator(), parsed.block), prior())
+    return LayerCache(parsed, 0, BlockTable(BlockAllocator(), parsed.block), prior)
 
 
 def feed(cache: LayerCache, keys: torch.Tensor, queries: torch.Tensor, cuts: list[int], frozen: object = None) -> None:

@@ -250,9 +250,8 @@ def reachable_tensors(root) -> list[torch.Tensor]:
 
 
 def held_bytes(cache) -> int:
-    """Bytes of all storages reachable from the cache, but for the model's calibration, which all its caches share."""
-    shared = {tensor.data_ptr() for tensor in reachable_tensors(cache.calibration)}
-    storages = [t.untyped_storage() for t in reachable_tensors(cache) if t.data_ptr() not in shared]
+    """Bytes of all storages reachable from the cache."""
+    storages = [tensor.untyped_storage() for tensor in reachable_tensors(cache)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,9 @@ class LayerCache:
         Index of the layer in the model; named in errors, selects per-layer overrides.
     table : BlockTable
         Shared by the layers of a cache.
-    prior : mapping of str to Tensor, optional
-        Calibration of this layer (see kvslim.calibration).
+    prior : callable, optional
+        Gives the calibration of this layer (see kvslim.calibration) when parameters are frozen. It belongs to the
+        model, so no tensor of it is held here.
     step : Step, optional
         The forward pass under way; makes it possible to undo one that fails in a later layer.
     """
@@ -46,7 +47,7 @@ class LayerCache:
         recipe: Recipe,
         layer: int,
         table: BlockTable,
-        prior: Mapping[str, torch.Tensor] | None = None,
+        prior: Callable[[], Mapping[str, torch.Tensor]] = dict,
         step: Step | None = None,
     ):
         self.recipe, self.layer, self.table, self.prior, self.step = recipe, layer, table, prior, step
@@ -183,7 +184,7 @@ class LayerCache:
             immediate=self.recipe.immediate,
             dtypes=(dtypes[0], dtypes[1]),
             device=key.device,
-            prior=self.prior and {name: tensor.to(key.device) for name, tensor in self.prior.items()},
+            prior=self.prior,
         )
 
     def _exact_dtype(self, packer: SidePacker, model_dtype: torch.dtype) -> torch.dtype:

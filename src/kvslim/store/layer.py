@@ -8,7 +8,7 @@ slice and a decode step copies one token. Padding is never stored: a row remembe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,7 +106,7 @@ class LayerStore:
     device : torch.device
     pool : Pool, optional
         That of the cache this one is forked from.
-    prior : mapping of str to Tensor, optional
+    prior : callable, optional
         Calibration of this layer; it belongs to the model and is not counted here.
     """
 
@@ -123,10 +123,10 @@ class LayerStore:
         dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         pool: Pool | None = None,
-        prior: Mapping[str, torch.Tensor] | None = None,
+        prior: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ):
         self.packers = packers
-        self.prior = prior or {}
+        self.prior = prior
         self.table = table
         self.kv_heads, self.head_dims = kv_heads, head_dims
         self.sinks, self.recent, self.immediate = sinks, recent, immediate
@@ -304,7 +304,8 @@ class LayerStore:
         samples = [_thin(span.take(0, span.length)).float() for span in spans]
         self.key_mean_share = max(self.key_mean_share, _mean_share(samples[0]))
         block, tokens = self.block, spans[0].length
-        key = self.packers[0].freeze(Sample(samples[0], moment, block, tokens, self.prior))
+        prior = {name: tensor.to(self.device) for name, tensor in self.prior().items()}
+        key = self.packers[0].freeze(Sample(samples[0], moment, block, tokens, prior))
         value = self.packers[1].freeze(Sample(samples[1], block=block, tokens=tokens))
         row.moment, row.queries = None, 0
         return key, value

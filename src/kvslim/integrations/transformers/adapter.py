@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvslim.calibration import Calibration
 from kvslim.codecs.side import prior_use
 from kvslim.errors import InputError, KVSlimError, PackedCacheError, StateError, UnsupportedModelError
 from kvslim.integrations.transformers import compat
-from kvslim.integrations.transformers.calibrate import calibration_of
+from kvslim.integrations.transformers.calibrate import calibration_of, keep
 from kvslim.integrations.transformers.fingerprint import fingerprint
 from kvslim.integrations.transformers.handle import PackedStates
 from kvslim.integrations.transformers.report import LayerReport, Report, storage_nbytes
@@ -134,7 +135,8 @@ class KVCache(Cache):
         skipped = set(skip_layers)
         if skipped - set(range(len(kinds))):
             raise InputError(f"skip_layers names {sorted(skipped)}; the model has layers 0 to {len(kinds) - 1}")
-        self.calibration = _calibration(model, self.recipe, len(kinds), calibration)
+        found = _calibration(model, self.recipe, len(kinds), calibration)
+        self._calibration = None if found is None else keep(model, found)
         self.table = BlockTable(BlockAllocator(), self.recipe.block)
         self.step = Step(self.table)
         self.reasons: dict[int, str] = {}
@@ -151,7 +153,11 @@ class KVCache(Cache):
                 layers.append(compat.framework_layer(kind, arguments))
             else:
                 compat.check_head_dim(self.recipe, index, config)
-                layers.append(PackedLayer(LayerCache(self.recipe, index, self.table, self._prior(index), self.step)))
+                layers.append(
+                    PackedLayer(
+                        LayerCache(self.recipe, index, self.table, partial(_prior, self._calibration, index), self.step)
+                    )
+                )
         for override in self.recipe.layers:
             if override.last >= len(kinds):
                 raise InputError(f"'{override}' is past the last layer; the model has layers 0 to {len(kinds) - 1}")
@@ -271,7 +277,7 @@ class KVCache(Cache):
         Cache.__init__(other, layers=layers)
         other._last = self._last
         other.recipe, other.table, other.reasons = self.recipe, table, self.reasons
-        other.calibration = self.calibration
+        other._calibration = self._calibration
         other.peak_nbytes, other._held = self.peak_nbytes, list(self._held)
         return other
 
@@ -290,7 +296,8 @@ class KVCache(Cache):
             else:
                 layers.append(LayerReport.of_dense(index, layer, self.reasons[index]))
         held = self.nbytes
-        return Report.of(self.recipe, layers, held, max(self.peak_nbytes, held))
+        shared = storage_nbytes(self.calibration)
+        return Report.of(self.recipe, layers, held, max(self.peak_nbytes, held), shared)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor that the packed layers keep alive."""
@@ -300,15 +307,13 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor reachable from the cache; storage shared by several tensors counts once.
+        """Bytes of every tensor reachable from the cache; storage shared by several tensors counts once."""
+        return storage_nbytes(self)
 
-        The calibration is left out: it belongs to the model and serves all its caches.
-        """
-        layers = {} if self.calibration is None else self.calibration.layers
-        return storage_nbytes(self, [tensor for each in layers.values() for tensor in each.values()])
-
-    def _prior(self, layer: int) -> Mapping[str, torch.Tensor] | None:
-        return None if self.calibration is None else self.calibration.layers.get(layer)
+    @property
+    def calibration(self) -> Calibration | None:
+        """Statistics that the recipe draws on; they belong to the model and serve all its caches."""
+        return None if self._calibration is None else self._calibration()
 
     # -- inner
 
@@ -400,6 +405,11 @@ def _calibration(model: Any, recipe: Recipe, layers: int, given: str | Path | Ca
             "calibration=FILE from `kvslim calibrate`"
         )
     return None
+
+
+def _prior(calibration: Callable[[], Calibration | None] | None, layer: int) -> Mapping[str, torch.Tensor]:
+    found = None if calibration is None else calibration()
+    return {} if found is None else found.layers.get(layer, {})
 
 
 def _layer_nbytes(layer: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _SEED = 20241129
 _LEAST_TOKENS = 256
 _log = logging.getLogger("kvslim")
 _known: weakref.WeakKeyDictionary[Any, Calibration] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, list[Calibration]] = weakref.WeakKeyDictionary()  # given ones, by model
 
 Record = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys (G, T, D), queries (G, rows, D)
 
@@ -53,6 +55,19 @@ def calibration_of(model: Any, directory: Path | None = None) -> Calibration:
             _log.warning("calibration not kept on disk (%s); it will be taken again next time", error)
     _known[model] = found
     return found
+
+
+def keep(holder: Any, calibration: Calibration) -> Callable[[], Calibration | None]:
+    """Let a model own a calibration, so that its caches only refer to it; a config cannot, so then the result does."""
+    if not hasattr(holder, "forward"):
+        return partial(_same, calibration)
+    if _known.get(holder) is not calibration and calibration not in (given := _kept.setdefault(holder, [])):
+        given.append(calibration)
+    return weakref.ref(calibration)
+
+
+def _same(calibration: Calibration) -> Calibration:
+    return calibration
 
 
 @torch.no_grad()

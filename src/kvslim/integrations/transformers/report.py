@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -80,6 +79,8 @@ class Report:
         Of the tokens in sealed blocks alone, all parts of the block.
     peak_nbytes : int
         Most bytes held at once, the chunk of the layer at work included.
+    calibration_nbytes : int
+        Statistics that belong to the model and serve all its caches; not part of the above.
     kernel, kernel_reason : str
         What reads the packed bytes, and why nothing faster does.
     layers : tuple of LayerReport
@@ -94,12 +95,13 @@ class Report:
     bits_per_value: float
     bits_per_value_packed: float
     peak_nbytes: int
+    calibration_nbytes: int
     kernel: str
     kernel_reason: str
     layers: tuple[LayerReport, ...]
 
     @classmethod
-    def of(cls, recipe: Recipe, layers: list[LayerReport], nbytes: int, peak: int) -> Report:
+    def of(cls, recipe: Recipe, layers: list[LayerReport], nbytes: int, peak: int, calibration: int) -> Report:
         """Sum up the layers."""
         values = sum(layer.values for layer in layers)
         in_blocks = sum(layer.values_in_blocks for layer in layers)
@@ -114,6 +116,7 @@ class Report:
             bits_per_value=8 * nbytes / values if values else 0.0,
             bits_per_value_packed=8 * block_bytes / in_blocks if in_blocks else 0.0,
             peak_nbytes=peak,
+            calibration_nbytes=calibration,
             kernel="reference",
             kernel_reason="torch only; native CPU and Triton kernels are not built yet",
             layers=tuple(layers),
@@ -133,6 +136,8 @@ class Report:
             f"peak           {_size(self.peak_nbytes)}",
             f"kernel         {self.kernel} ({self.kernel_reason})",
         ]
+        if self.calibration_nbytes:
+            lines.append(f"calibration    {_size(self.calibration_nbytes)} more, once per model, for all its caches")
         reasons: dict[str, list[int]] = {}
         for layer in self.layers:
             if not layer.packed:
@@ -141,9 +146,8 @@ class Report:
         return "\n".join(lines)
 
 
-def storage_nbytes(root: Any, shared: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of every distinct torch storage reachable from `root`, but for those of `shared`."""
-    left_out = {tensor.untyped_storage().data_ptr() for tensor in shared}
+def storage_nbytes(root: Any) -> int:
+    """Bytes of every distinct torch storage reachable from `root` through attributes and containers."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     stack = [root]
@@ -154,8 +158,7 @@ def storage_nbytes(root: Any, shared: Iterable[torch.Tensor] = ()) -> int:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             storage = item.untyped_storage()
-            if storage.data_ptr() not in left_out:
-                storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+            storages[storage.data_ptr() or id(storage)] = storage.nbytes()
         elif isinstance(item, dict):
             stack.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):
