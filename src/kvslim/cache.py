@@ -54,7 +54,6 @@ class LayerCache:
         self.store: LayerStore | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fresh = True  # whether the pending chunk is the first
-        self.largest_chunk = 0  # bytes of the largest chunk that was dense at once
         self.owner: weakref.ReferenceType[Any] | None = None  # the model's layer whose tokens these are
 
     def claim(self, module: Any) -> None:
@@ -105,7 +104,6 @@ class LayerCache:
             self.table_rows(key.shape[0])
             self.store.start(key.shape[0])
         self.pending = key, value
-        self.largest_chunk = max(self.largest_chunk, key.nbytes + value.nbytes)
 
     def attend(
         self,
@@ -274,7 +272,6 @@ class LayerCache:
         # a layer without tokens has no blocks to share, so its fork begins with a pool of its own
         other.store = None if self.store is None or not self.store.rows else self.store.fork(table)
         other.owner = self.owner
-        other.largest_chunk = self.largest_chunk
         return other
 
     def clear(self) -> None:

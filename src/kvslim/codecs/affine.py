@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from kvslim.bitpack import pack
-from kvslim.codecs.base import Codec, check_group, grouped, token_layout
+from kvslim.codecs.base import Codec, check_group, group_of, grouped, token_layout
 from kvslim.codecs.feedback import code_with_feedback, to_columns
 from kvslim.codecs.scales import LARGEST, TINY, asymmetric_range
 from kvslim.errors import RecipeError
@@ -63,12 +63,9 @@ class AffineCodec(Codec):
     def needs_queries(self) -> bool:
         return self.feedback
 
-    def _group(self, head_dim: int) -> int:
-        return int(self.scale) if self.scale.isdigit() else head_dim
-
     @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:
-        group = self._group(head_dim)
+        group = group_of(self.scale, head_dim)
         check_group("affine", group, head_dim)
         if self.scale == "block":
             parts = [Part("block", (1,), "fp16")]
@@ -92,7 +89,7 @@ class AffineCodec(Codec):
     def encode(self, x: torch.Tensor, feedback: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         values, over = x, _OVER.get(self.scale, (-1,))
         if self.scale not in _OVER:
-            values = grouped(x, self._group(x.shape[-1]))
+            values = grouped(x, group_of(self.scale, x.shape[-1]))
         scale, zero = self._fit(values, over)
         if self.feedback and feedback is not None:
             codes = self._carried(x, scale.float().squeeze(-1), zero.float().squeeze(-1), feedback)
@@ -122,7 +119,7 @@ class AffineCodec(Codec):
 
     def _carried(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Codes of x [B, G, T, D] with feedback, under scales and zeros [B, G, T, groups]."""
-        scales, zeros, group = to_columns(scale), to_columns(zero), self._group(x.shape[-1])
+        scales, zeros, group = to_columns(scale), to_columns(zero), group_of(self.scale, x.shape[-1])
 
         def quantize(j: int, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scale, zero = scales[j // group], zeros[j // group]

@@ -56,6 +56,11 @@ class Codec(ABC):
         return acc
 
 
+def group_of(scale: str, head_dim: int) -> int:
+    """Channels per scale of a codec's ``scale`` argument: its number, else all channels."""
+    return int(scale) if scale.isdigit() else head_dim
+
+
 def check_group(codec: str, group: int, head_dim: int) -> None:
     """Raise RecipeError unless `group` divides `head_dim`."""
     if group < 1 or head_dim % group:

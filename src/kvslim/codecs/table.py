@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from kvslim.bitpack import pack
-from kvslim.codecs.base import Codec, check_group, grouped, midpoints, nearest, token_layout
+from kvslim.codecs.base import Codec, check_group, group_of, grouped, midpoints, nearest, token_layout
 from kvslim.codecs.feedback import code_with_feedback, whiten
 from kvslim.codecs.levels import KINDS, levels
 from kvslim.codecs.scales import FITS, TINY, best_multiple, fit_ratio, normalised, to_fp16, total
@@ -70,12 +70,9 @@ class TableCodec(Codec):
     def needs_queries(self) -> bool:
         return self.feedback
 
-    def _group(self, head_dim: int) -> int:
-        return int(self.scale) if self.scale.isdigit() else head_dim
-
     @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:
-        group = self._group(head_dim)
+        group = group_of(self.scale, head_dim)
         check_group("table", group, head_dim)
         parts = [Part("token", (block, head_dim // group), "fp16")]
         if self.mean:
@@ -99,7 +96,7 @@ class TableCodec(Codec):
             channel = to_fp16((total(x.square(), -2) / x.shape[-2]).sqrt())
             x = divided(x, channel.float())
             statistics["channel"] = channel.squeeze(-2)
-        values = grouped(x, self._group(x.shape[-1]))
+        values = grouped(x, group_of(self.scale, x.shape[-1]))
         z, r = normalised(values, by_range=self.kind == "nf")
         table = self.table().to(x.device)
         multiple = best_multiple(z, table) if self.fit == "search" else torch.ones_like(r)

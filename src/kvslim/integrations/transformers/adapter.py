@@ -393,7 +393,7 @@ def _calibration(model: Any, recipe: Recipe, layers: int, given: str | Path | Ca
                 f"{fingerprint(model)}); make one with `kvslim calibrate`"
             )
         return found
-    uses = {prior_use(side) for layer in range(layers) for side in set(recipe.sides(layer))}
+    uses = {prior_use(side) for side in {side for layer in range(layers) for side in recipe.sides(layer)}}
     if uses == {"unused"}:
         return None
     if hasattr(model, "forward"):
