@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from kvslim.attention.reference import Score, attend
+from kvslim.attention.dispatch import attend
+from kvslim.attention.reference import Score
 from kvslim.codecs.none import NoneCodec
 from kvslim.codecs.side import SidePacker
 from kvslim.errors import InputError, PackingWarning, RecipeError, StateError

@@ -68,18 +68,18 @@ class QJLCodec(Codec):
 
     @override
     def expand_query(self, query: torch.Tensor) -> torch.Tensor:
-        matrix = sketch(query.shape[-1], str(query.device), torch.float32)
-        return torch.cat((query, query @ matrix.T * _unbias(query.shape[-1])), dim=-1)
+        return torch.cat((query, query @ query_sketch(query.shape[-1], str(query.device))), dim=-1)
 
     @override
     def reduce_output(self, acc: torch.Tensor) -> torch.Tensor:
         direct, signs = acc.chunk(2, dim=-1)
-        matrix = sketch(direct.shape[-1], str(acc.device), torch.float32)
-        return direct + signs @ matrix * _unbias(direct.shape[-1])
+        return direct + signs @ query_sketch(direct.shape[-1], str(acc.device)).T
 
 
-def _unbias(head_dim: int) -> float:
-    return math.sqrt(math.pi / 2) / head_dim
+@lru_cache(maxsize=16)
+def query_sketch(head_dim: int, device: str) -> torch.Tensor:
+    """S^T sqrt(pi/2)/D of shape (head_dim, head_dim), fp32: queries times it meet the signs."""
+    return (sketch(head_dim, device, torch.float64).T * (math.sqrt(math.pi / 2) / head_dim)).float().contiguous()
 
 
 @lru_cache(maxsize=16)

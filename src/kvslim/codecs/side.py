@@ -20,7 +20,7 @@ _PRIOR_TOKENS = 256  # prompt tokens that weigh as much as the prior
 _TINY = 1e-30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Frozen:
     """Parameters of one side, frozen at the first seal and shared by forks.
 

@@ -25,9 +25,10 @@ class Pool:
         self.layouts = {"k": key, "v": value}
         self.kv_heads = kv_heads
         self.device = device
-        self._slabs: list[dict[str, dict[str, torch.Tensor]]] = []
-        self._starts: list[int] = []  # first block id of each slab
+        self.slabs: list[dict[str, dict[str, torch.Tensor]]] = []  # side -> part -> (blocks, kv_heads, ...)
+        self.starts: list[int] = []  # first block id of each slab
         self.capacity = 0
+        self.version = 0  # changes whenever the slabs do
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +37,7 @@ class Pool:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All slab tensors."""
-        for slab in self._slabs:
+        for slab in self.slabs:
             for parts in slab.values():
                 yield from parts.values()
 
@@ -55,9 +56,10 @@ class Pool:
             }
             for side, layout in self.layouts.items()
         }
-        self._slabs.append(slab)
-        self._starts.append(self.capacity)
+        self.slabs.append(slab)
+        self.starts.append(self.capacity)
         self.capacity += count
+        self.version += 1
 
     def write(self, side: str, blocks: list[int], packed: PackedBlock) -> None:
         """Store whole blocks; `packed` parts have shape (len(blocks), kv_heads, ...)."""
@@ -87,17 +89,18 @@ class Pool:
 
     def clear(self) -> None:
         """Free all slabs."""
-        self._slabs, self._starts, self.capacity = [], [], 0
+        self.slabs, self.starts, self.capacity = [], [], 0
+        self.version += 1
 
     def _runs(self, blocks: list[int]) -> Iterator[tuple[int, dict[str, dict[str, torch.Tensor]], slice]]:
         """Yield (index into `blocks`, slab, rows of the slab) for runs of consecutive ids."""
         at = 0
         while at < len(blocks):
-            which = next(i for i in range(len(self._starts) - 1, -1, -1) if self._starts[i] <= blocks[at])
-            start = self._starts[which]
-            stop = self._starts[which + 1] if which + 1 < len(self._starts) else self.capacity
+            which = next(i for i in range(len(self.starts) - 1, -1, -1) if self.starts[i] <= blocks[at])
+            start = self.starts[which]
+            stop = self.starts[which + 1] if which + 1 < len(self.starts) else self.capacity
             end = at + 1
             while end < len(blocks) and blocks[end] == blocks[end - 1] + 1 and blocks[end] < stop:
                 end += 1
-            yield at, self._slabs[which], slice(blocks[at] - start, blocks[at] - start + end - at)
+            yield at, self.slabs[which], slice(blocks[at] - start, blocks[at] - start + end - at)
             at = end

@@ -7,6 +7,7 @@ lists of immutable entries; reorder, repeat, select, fork and crop only touch th
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -96,6 +97,7 @@ class BlockTable:
         self.block = block
         self.rows: list[list[Entry]] = []
         self._sources: dict[int, tuple[int, int]] = {}  # row -> (block begun in the last pass, block it continues)
+        self._arrays: dict[int, tuple[array[int], array[int]]] = {}
 
     def start(self, rows: int) -> None:
         """Begin with `rows` empty sequences."""
@@ -106,7 +108,7 @@ class BlockTable:
         """Let go of all blocks."""
         for row in self.rows:
             self.allocator.release(entry.block for entry in row)
-        self.rows, self._sources = [], {}
+        self.rows, self._sources, self._arrays = [], {}, {}
 
     def tokens(self, row: int) -> int:
         """Tokens in the blocks of `row`."""
@@ -127,6 +129,23 @@ class BlockTable:
         if covered and tokens < 0 and covered[-1].block == self._copied(row)[0]:
             covered[-1] = Entry(self._sources[row][1], covered[-1].valid)
         return covered
+
+    def arrays(self, row: int) -> tuple[array[int], array[int]]:
+        """Return block ids and valid tokens of `row` as int32 arrays; they grow with the row and are not to be kept."""
+        blocks, valid = self._arrays.setdefault(row, (array("i"), array("i")))
+        entries = self.rows[row]
+        if len(blocks) > len(entries):
+            del blocks[len(entries) :], valid[len(entries) :]
+        if blocks:  # only the last block of a row is ever filled up or replaced by a copy
+            blocks[-1], valid[-1] = entries[len(blocks) - 1]
+        for block, count in entries[len(blocks) :]:
+            blocks.append(block)
+            valid.append(count)
+        return blocks, valid
+
+    def copied(self, row: int) -> tuple[int, int]:
+        """Block begun in the last pass as a copy, and the block it continues; -1 where there is none."""
+        return self._sources.get(row, (-1, -1))
 
     def _copied(self, row: int) -> tuple[int, int] | tuple[None, None]:
         """Block begun in the last pass as a copy, and the block it continues."""
@@ -172,6 +191,7 @@ class BlockTable:
         kept = self.entries(row, tokens)
         self.allocator.release(entry.block for entry in self.rows[row][len(kept) :])
         self.rows[row] = kept
+        self._arrays.pop(row, None)
 
     def pick(self, order: list[int]) -> None:
         """Make row ``i`` what row ``order[i]`` was: reorder, repeat and select in one."""

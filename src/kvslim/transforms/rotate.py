@@ -63,8 +63,8 @@ class Rotation(Fitted):
         if self.settings.kind == "orthogonal":
             return row_product(x, self._matrix(x, torch.float64))
         if self.settings.signs:
-            x = x * signs(self.head_dim, _SEED).to(x)
-        widths = _widths(self.head_dim, self.settings.parts)
+            x = x * sign_vector(self.head_dim).to(x)
+        widths = part_widths(self.head_dim, self.settings.parts)
         return torch.cat([butterfly(part) for part in x.split(widths, dim=-1)], dim=-1)
 
     @override
@@ -98,16 +98,22 @@ def block_size(width: int) -> int:
 @lru_cache(maxsize=64)
 def rotation_matrix(settings: Rotate, head_dim: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     """A of shape (head_dim, head_dim), shared by every cache of the process."""
-    widths = _widths(head_dim, settings.parts)
+    widths = part_widths(head_dim, settings.parts)
     if settings.kind == "orthogonal":
         blocks = [orthogonal(width, _SEED + i) for i, width in enumerate(widths)]
     else:
         blocks = [butterfly(torch.eye(width, dtype=torch.float64)) for width in widths]
     matrix = torch.block_diag(*blocks)
     if settings.signs:
-        matrix = signs(head_dim, _SEED)[:, None] * matrix
+        matrix = sign_vector(head_dim)[:, None] * matrix
     return matrix.to(device, dtype)
 
 
-def _widths(head_dim: int, parts: int) -> list[int]:
+def part_widths(head_dim: int, parts: int) -> list[int]:
+    """Channels that are rotated together, part by part."""
     return [parts, head_dim - parts] if parts else [head_dim]
+
+
+def sign_vector(head_dim: int) -> torch.Tensor:
+    """Signs of shape (head_dim,), fp64, that ``signs`` flips channels by."""
+    return signs(head_dim, _SEED)
