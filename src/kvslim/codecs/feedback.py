@@ -83,9 +83,15 @@ def whiten(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 def _prepared(x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Own copy of x by columns, U_ji / U_jj as [j, i, G, 1], and the diagonal of U as [j, G, 1]."""
+    step, diagonal = carry_steps(factor)
+    columns = to_columns(x).clone(memory_format=torch.contiguous_format)
+    return columns, step.permute(1, 2, 0).contiguous()[..., None], diagonal.T[..., None]
+
+
+def carry_steps(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """U_ji / U_jj as (kv_heads, j, i), and the diagonal of U as (kv_heads, j)."""
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    step = (factor / diagonal[..., None]).permute(1, 2, 0).contiguous()
-    return to_columns(x).clone(memory_format=torch.contiguous_format), step[..., None], diagonal.T[..., None]
+    return (factor / diagonal[..., None]).contiguous(), diagonal.contiguous()
 
 
 def _carry(z: torch.Tensor, step: torch.Tensor, j: int) -> None:

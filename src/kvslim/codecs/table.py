@@ -26,7 +26,7 @@ from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
 
 # with feedback the best multiple of r is not quite that of plain rounding: these around it are tried as well
-_NEARBY = (0.95, 1.05)
+NEARBY = (0.95, 1.05)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TableCodec(Codec):
         """Codes and scale ratio of z [B, G, T, D] with feedback, at `multiple` [B, G, T, 1] or the best one near it."""
         whole = whiten(z, factor)
         codes, ratio, loss = _carried_at(z, whole, multiple, table, factor, self.fit)
-        for nearby in _NEARBY if self.fit == "search" else ():
+        for nearby in NEARBY if self.fit == "search" else ():
             other_codes, other_ratio, other_loss = _carried_at(z, whole, multiple * nearby, table, factor, self.fit)
             better = other_loss < loss
             codes = torch.where(better, other_codes, codes)

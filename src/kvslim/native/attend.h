@@ -18,6 +18,19 @@ constexpr int GROUP = 8;      // rows that go through a tile together, sums in r
 constexpr int LANES = 2 * W;  // tokens per step of the scores
 constexpr float LOWEST = -INFINITY;
 
+// Call f<1> .. f<GROUP> for `rows` rows.
+#define KVS_BY_ROWS(rows, call) \
+  switch (rows) {               \
+    case 1: call(1); break;     \
+    case 2: call(2); break;     \
+    case 3: call(3); break;     \
+    case 4: call(4); break;     \
+    case 5: call(5); break;     \
+    case 6: call(6); break;     \
+    case 7: call(7); break;     \
+    default: call(8); break;    \
+  }
+
 inline void transpose4(const float* in, int64_t stride, float* out, int out_stride) {
   typedef float v4 __attribute__((vector_size(16)));
   typedef int i4 __attribute__((vector_size(16)));
@@ -39,79 +52,102 @@ inline void transpose_tile(const float* rows, int width, float* columns) {
     for (int t = 0; t < LANES; t++) columns[c * LANES + t] = rows[int64_t(t) * width + c];
 }
 
-// Bytes i of LANES rows side by side: out[i][t] = row t's byte i, for 8 bytes.
-inline void transpose_bytes8(const uint8_t* const* rows, int at, uint8_t* out) {
-#if defined(__AVX2__)
-  for (int t = 0; t < LANES; t += 16) {
-    __m128i r[16], s[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm_loadl_epi64((const __m128i*)(rows[t + i] + at));
-    for (int i = 0; i < 8; i++) s[i] = _mm_unpacklo_epi8(r[i], r[i + 8]);
-    for (int i = 0; i < 4; i++) r[2 * i] = _mm_unpacklo_epi8(s[i], s[i + 4]), r[2 * i + 1] = _mm_unpackhi_epi8(s[i], s[i + 4]);
-    for (int i = 0; i < 4; i++) s[2 * i] = _mm_unpacklo_epi8(r[i], r[i + 4]), s[2 * i + 1] = _mm_unpackhi_epi8(r[i], r[i + 4]);
-    for (int i = 0; i < 4; i++) r[2 * i] = _mm_unpacklo_epi8(s[i], s[i + 4]), r[2 * i + 1] = _mm_unpackhi_epi8(s[i], s[i + 4]);
-    for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i*)(out + i * LANES + t), r[i]);
+// 32-bit words of LANES packed rows side by side: words[w][t] = row t's word w. Tokens past `count` repeat the last
+// one, so that nothing beyond it is read. `words` has room for a multiple of four.
+inline void gather_words(const uint8_t* rows, int64_t stride, int count, int number, int32_t* words) {
+#if defined(__AVX512F__)
+  for (int lane = 0; lane < LANES; lane += W) {
+    const uint8_t* row[W];
+    for (int i = 0; i < W; i++) row[i] = rows + std::min(lane + i, count - 1) * stride;
+    for (int w = 0; w < number; w += 4) {
+      const __mmask8 there = __mmask8((1 << std::min(4, number - w)) - 1);
+      auto four = [&](int i) {  // rows i, i + 4, i + 8, i + 12, a quarter each
+        auto part = [&](int k) { return _mm_maskz_loadu_epi32(there, row[i + 4 * k] + 4 * w); };
+        vi x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
+        return _mm512_inserti32x4(_mm512_inserti32x4(x, part(2), 2), part(3), 3);
+      };
+      const vi r0 = four(0), r1 = four(1), r2 = four(2), r3 = four(3);
+      const vi a = _mm512_unpacklo_epi32(r0, r1), b = _mm512_unpacklo_epi32(r2, r3);
+      const vi c = _mm512_unpackhi_epi32(r0, r1), d = _mm512_unpackhi_epi32(r2, r3);
+      int32_t* out = words + w * LANES + lane;
+      storei(out, _mm512_unpacklo_epi64(a, b));
+      storei(out + LANES, _mm512_unpackhi_epi64(a, b));
+      storei(out + 2 * LANES, _mm512_unpacklo_epi64(c, d));
+      storei(out + 3 * LANES, _mm512_unpackhi_epi64(c, d));
+    }
   }
 #else
-  for (int i = 0; i < 8; i++)
-    for (int t = 0; t < LANES; t++) out[i * LANES + t] = rows[t][at + i];
+  for (int t = 0; t < LANES; t += 4) {
+    const uint8_t* row[4];
+    for (int i = 0; i < 4; i++) row[i] = rows + std::min(t + i, count - 1) * stride;
+    int w = 0;
+    for (; w + 4 <= number; w += 4) {
+      float four[4][4], turned[4][4];  // only moved, never computed with
+      for (int i = 0; i < 4; i++) std::memcpy(four[i], row[i] + 4 * w, 16);
+      transpose4(four[0], 4, turned[0], 4);
+      for (int i = 0; i < 4; i++) std::memcpy(words + (w + i) * LANES + t, turned[i], 16);
+    }
+    for (; w < number; w++)
+      for (int i = 0; i < 4; i++) std::memcpy(words + w * LANES + t + i, row[i] + 4 * w, 4);
+  }
 #endif
 }
 
-inline void transpose_bytes4(const uint8_t* const* rows, int at, uint8_t* out) {
-  for (int i = 0; i < 4; i++)
-    for (int t = 0; t < LANES; t++) out[i * LANES + t] = rows[t][at + i];
+// Field of channel C in a plane of `SIZE` bits per code: byte C % n of n = 4 SIZE bytes, so word and shift are constants.
+template <int SIZE, int C>
+inline vi field_of(const int32_t* plane, int lane) {
+  constexpr int at = C % (4 * SIZE);
+  return srl<8 * (at % 4) + SIZE * (C / (4 * SIZE))>(loadi(plane + at / 4 * LANES + lane));
 }
 
-// One unit of LANES tokens: columns[c][t] for its 32 channels, table values only.
-template <int BITS>
-inline void unpack_columns(const Lookup& lookup, const uint8_t* const* rows, int at, float* columns) {
-  alignas(64) uint8_t b[32 * LANES];
-  auto put = [&](int c, int lane, vi code) {
-    vf x;
+// Code of channel C of a unit; bits above the code's own are left in where `look` ignores them.
+template <int BITS, int C>
+inline vi code_of(const int32_t* words, int lane) {
+  if constexpr (BITS == 3)
+    return ori(andi(field_of<2, C>(words, lane), seti(3)), sll<2>(andi(field_of<1, C>(words + 2 * LANES, lane), seti(1))));
+  else if constexpr (BITS == 8)
+    return andi(field_of<8, C>(words, lane), seti(255));
+  else
+    return field_of<BITS, C>(words, lane);
+}
+
+// Call use(channel, values of the first W tokens, values of the next W) for the channels C .. 31 of a unit.
+template <int BITS, int C, class Use>
+inline __attribute__((always_inline)) void each_channel(const Lookup& lookup, const int32_t* words, const Use& use) {
+  if constexpr (C < UNIT) {
+    const vi a = code_of<BITS, C>(words, 0), b = code_of<BITS, C>(words, W);
     if constexpr (BITS <= 4)
-      x = look(lookup.small, code);
+      use(C, look(lookup.small, a), look(lookup.small, b));
+    else if (lookup.uniform)
+      use(C, to_float(a) + set1(lookup.origin), to_float(b) + set1(lookup.origin));
     else
-      x = lookup.uniform ? to_float(code) + set1(lookup.origin) : gather(lookup.table, code);
-    store(columns + c * LANES + lane, x);
-  };
-  if constexpr (BITS == 8) {
-    for (int i = 0; i < 4; i++) transpose_bytes8(rows, at + 8 * i, b + 8 * i * LANES);
-    for (int c = 0; c < 32; c++)
-      for (int lane = 0; lane < LANES; lane += W) put(c, lane, bytes(b + c * LANES + lane));
-  } else if constexpr (BITS == 4) {
-    transpose_bytes8(rows, at, b);
-    transpose_bytes8(rows, at + 8, b + 8 * LANES);
-    for (int i = 0; i < 16; i++)
-      for (int lane = 0; lane < LANES; lane += W) {
-        vi code = bytes(b + i * LANES + lane);
-        put(i, lane, code);
-        put(i + 16, lane, srl<4>(code));
-      }
-  } else if constexpr (BITS == 2) {
-    transpose_bytes8(rows, at, b);
-    for (int i = 0; i < 8; i++)
-      for (int lane = 0; lane < LANES; lane += W) {
-        vi code = bytes(b + i * LANES + lane);
-        put(i, lane, code);
-        put(i + 8, lane, srl<2>(code));
-        put(i + 16, lane, srl<4>(code));
-        put(i + 24, lane, srl<6>(code));
-      }
-  } else {
-    static_assert(BITS == 3);
-    transpose_bytes8(rows, at, b);
-    transpose_bytes4(rows, at + 8, b + 8 * LANES);
-    const vi low = seti(3), high = seti(4);
-    for (int i = 0; i < 8; i++)
-      for (int lane = 0; lane < LANES; lane += W) {
-        vi code = bytes(b + i * LANES + lane), top = bytes(b + (8 + i % 4) * LANES + lane);
-        if (i >= 4) top = srl<1>(top);
-        put(i, lane, ori(andi(code, low), andi(sll<2>(top), high)));
-        put(i + 8, lane, ori(andi(srl<2>(code), low), andi(top, high)));
-        put(i + 16, lane, ori(andi(srl<4>(code), low), andi(srl<2>(top), high)));
-        put(i + 24, lane, ori(andi(srl<6>(code), low), andi(srl<4>(top), high)));
-      }
+      use(C, gather(lookup.table, a), gather(lookup.table, b));
+    each_channel<BITS, C + 1>(lookup, words, use);
   }
+}
+
+// columns[c][t] of one unit, table values only
+template <int BITS>
+inline void unpack_columns(const Lookup& lookup, const int32_t* words, float* columns) {
+  each_channel<BITS, 0>(lookup, words, [&](int c, vf x, vf y) {
+    store(columns + c * LANES, x);
+    store(columns + c * LANES + W, y);
+  });
+}
+
+// scores[r][t] += sum over one unit of q[c][r] * value, straight from the codes
+template <int R, int BITS>
+inline void score_unit(const Lookup& lookup, const int32_t* words, const float* q, float* scores) {
+  vf sum[R][2];
+  for (int r = 0; r < R; r++) sum[r][0] = load(scores + r * TILE), sum[r][1] = load(scores + r * TILE + W);
+  each_channel<BITS, 0>(lookup, words, [&](int c, vf x, vf y) {
+    for (int r = 0; r < R; r++) {
+      const vf a = set1(q[c * GROUP + r]);
+      sum[r][0] = fma(a, x, sum[r][0]);
+      sum[r][1] = fma(a, y, sum[r][1]);
+    }
+  });
+  for (int r = 0; r < R; r++) store(scores + r * TILE, sum[r][0]), store(scores + r * TILE + W, sum[r][1]);
 }
 
 // scores[r][LANES] = sum_c q[c][r] * columns[c][LANES], q in rows of GROUP
@@ -170,19 +206,6 @@ inline void sum_rows(const float* rows, int width, int count, const float* weigh
     for (int t = 0; t < count; t++)
       for (int r = 0; r < R; r++) out[r * out_stride + c] += weights[r * TILE + t] * rows[t * width + c];
 }
-
-// Call f<1> .. f<GROUP> for `rows` rows.
-#define KVS_BY_ROWS(rows, call) \
-  switch (rows) {               \
-    case 1: call(1); break;     \
-    case 2: call(2); break;     \
-    case 3: call(3); break;     \
-    case 4: call(4); break;     \
-    case 5: call(5); break;     \
-    case 6: call(6); break;     \
-    case 7: call(7); break;     \
-    default: call(8); break;    \
-  }
 
 // What a task leaves for the merge; sums are relative to each row's `top`.
 struct Partial {
@@ -381,20 +404,19 @@ class Task {
       std::fill(decoded + int64_t(count) * key.width, decoded + int64_t(LANES) * key.width, 0.0f);
       return transpose_tile(decoded, key.width, columns);
     }
-    const int bits = key.segment[0].bits, bytes_per_row = key.width * bits / 8, groups = key.token.count;
-    const uint8_t* line[LANES];
-    for (int t = 0; t < LANES; t++) line[t] = k.code + int64_t(at + std::min(t, count - 1)) * bytes_per_row;
+    const int bits = key.segment[0].bits, row_bytes = key.width * bits / 8, groups = key.token.count;
+    alignas(64) int32_t words[8 * LANES];
     for (int u = 0; u < key.width / UNIT; u++) {
+      gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
       float* out = columns + u * UNIT * LANES;
       switch (bits) {
-        case 2: unpack_columns<2>(key_lookup[0], line, u * 8, out); break;
-        case 3: unpack_columns<3>(key_lookup[0], line, u * 12, out); break;
-        case 4: unpack_columns<4>(key_lookup[0], line, u * 16, out); break;
-        default: unpack_columns<8>(key_lookup[0], line, u * 32, out); break;
+        case 2: unpack_columns<2>(key_lookup[0], words, out); break;
+        case 3: unpack_columns<3>(key_lookup[0], words, out); break;
+        case 4: unpack_columns<4>(key_lookup[0], words, out); break;
+        default: unpack_columns<8>(key_lookup[0], words, out); break;
       }
     }
-    const bool per_token = key.segment[0].group == key.width && !k.zero && !k.channel;
-    if (key.segment[0].group && !per_token) {
+    if (key.segment[0].group && !scaled_after(k)) {
       for (int j = 0; j < groups; j++) {
         alignas(64) float scale[LANES] = {}, zero[LANES] = {};
         for (int t = 0; t < count; t++) {
@@ -416,6 +438,33 @@ class Task {
         }
   }
 
+  // Whether all there is beyond a key's codes is a factor on its score.
+  bool scaled_after(const Block& k) const {
+    const int group = call.key.segment[0].group;
+    return (group == 0 || group == call.key.width) && !k.zero && !k.channel;
+  }
+
+  void score_codes(const Block& k, int at, int count, int lane) {
+    const kvs_side& key = call.key;
+    const int bits = key.segment[0].bits, row_bytes = key.width * bits / 8;
+    alignas(64) int32_t words[8 * LANES];
+    float* out = &scratch.scores[size_t(lane)];
+    for (int r = 0; r < rows; r++) std::fill(out + r * TILE, out + r * TILE + LANES, 0.0f);
+    for (int u = 0; u < key.width / UNIT; u++) {
+      gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
+      const float* q = &laid[size_t(u) * UNIT * GROUP];
+#define KVS_CODES(R)                                                        \
+  switch (bits) {                                                           \
+    case 2: score_unit<R, 2>(key_lookup[0], words, q, out); break;          \
+    case 3: score_unit<R, 3>(key_lookup[0], words, q, out); break;          \
+    case 4: score_unit<R, 4>(key_lookup[0], words, q, out); break;          \
+    default: score_unit<R, 8>(key_lookup[0], words, q, out); break;         \
+  }
+      KVS_BY_ROWS(rows, KVS_CODES)
+#undef KVS_CODES
+    }
+  }
+
   void score_columns(const float* columns, int width, int lane) {
     for (int r = 0; r < rows; r += GROUP) {
       const float* q = &laid[size_t(r / GROUP) * width * GROUP];
@@ -428,15 +477,19 @@ class Task {
 
   void packed_tile(const Block& k, const Block& v, int at, int count, int token_index) {
     const kvs_side& key = call.key;
+    const bool by_columns = key_by_columns(), fused = by_columns && rows <= GROUP && scaled_after(k);
     for (int lane = 0; lane < count; lane += LANES) {
-      key_columns(k, at + lane, std::min(LANES, count - lane), scratch.columns.data());
-      score_columns(scratch.columns.data(), key.width, lane);
+      const int n = std::min(LANES, count - lane);
+      if (fused) {
+        score_codes(k, at + lane, n, lane);
+      } else {
+        key_columns(k, at + lane, n, scratch.columns.data());
+        score_columns(scratch.columns.data(), key.width, lane);
+      }
     }
     alignas(64) float scale[TILE];
-    const bool columns = key_by_columns();
-    const bool per_token = columns && key.segment[0].group == key.width && !k.zero && !k.channel;
-    for (int t = 0; t < TILE; t++) scale[t] = columns ? key_scale : 1.0f;
-    if (per_token) {
+    for (int t = 0; t < TILE; t++) scale[t] = by_columns ? key_scale : 1.0f;
+    if (by_columns && key.segment[0].group && scaled_after(k)) {
       convert_scales(k.token, key.token, at, count, 1, 0, scale);
       for (int t = 0; t < count; t++) scale[t] *= key_scale;
     }

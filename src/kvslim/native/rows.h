@@ -9,7 +9,7 @@
 namespace KVS_NS {
 
 constexpr int UNIT = 32;    // channels per packing unit of the vector paths
-constexpr int TILE = 64;    // tokens per step of the softmax
+constexpr int TILE = 128;   // tokens per step of the softmax
 constexpr int MAX_DIM = 1024;
 
 inline int unit_of(int width) { return width % 32 == 0 ? 32 : width % 16 == 0 ? 16 : 8; }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvslim.codecs.side import Frozen, SidePacker
+from kvslim.kernels.encode import encode
 from kvslim.store.pool import Pool
 from kvslim.store.table import BlockTable, Entry, Placement
 from kvslim.transforms.base import Sample
@@ -284,9 +285,9 @@ class LayerStore:
             firsts = [position + done - group[0].slot + i * self.block for i in range(len(group))]
             starts = torch.tensor(firsts, device=self.device)
             for name, span, packer, frozen in zip("kv", spans, self.packers, row.frozen, strict=True):
-                x = span.take(done, done + size).float()
+                x = span.take(done, done + size)
                 x = x.unflatten(1, (len(group), -1)).transpose(0, 1)  # [blocks, G, tokens, D]
-                packed = packer.encode(x, frozen, starts)
+                packed = encode(packer, x, frozen, starts)
                 if size == len(group) * self.block:
                     self.pool.write(name, [place.block for place in group], packed)
                 else:

@@ -1,0 +1,31 @@
+"""Which code encodes: the native encoder where there is one, the reference otherwise. Same bytes either way."""
+
+from __future__ import annotations
+
+import torch
+
+from kvslim.codecs.side import Frozen, SidePacker
+from kvslim.kernels.cpu import encoder
+from kvslim.kernels.cpu.chain import NoNativeForm
+from kvslim.kernels.cpu.library import native
+from kvslim.layout import PackedBlock
+
+
+def encode(packer: SidePacker, x: torch.Tensor, frozen: Frozen, starts: torch.Tensor) -> PackedBlock:
+    """Encode tokens of shape (blocks, kv_heads, tokens, head_dim), in any float dtype, as the model made them.
+
+    Parameters
+    ----------
+    packer : SidePacker
+    x : Tensor
+    frozen : Frozen
+    starts : Tensor of shape (blocks,), int64
+        Position of each block's first slot.
+    """
+    library = native() if x.device.type == "cpu" and not encoder.refusal(packer) else None
+    if library is not None:
+        try:
+            return encoder.encode(library, packer, x, frozen, starts)
+        except NoNativeForm:  # a transform; explain() of the attention dispatch names it for the reader as well
+            pass
+    return packer.encode(x.float(), frozen, starts)
