@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "chain.h"
+#include "lanes.h"
 
 namespace KVS_NS {
 
@@ -30,18 +31,6 @@ constexpr float LOWEST = -INFINITY;
     case 7: call(7); break;     \
     default: call(8); break;    \
   }
-
-inline void transpose4(const float* in, int64_t stride, float* out, int out_stride) {
-  typedef float v4 __attribute__((vector_size(16)));
-  typedef int i4 __attribute__((vector_size(16)));
-  v4 r[4];
-  for (int i = 0; i < 4; i++) std::memcpy(&r[i], in + i * stride, 16);
-  v4 a = __builtin_shuffle(r[0], r[1], i4{0, 4, 1, 5}), b = __builtin_shuffle(r[2], r[3], i4{0, 4, 1, 5});
-  v4 c = __builtin_shuffle(r[0], r[1], i4{2, 6, 3, 7}), d = __builtin_shuffle(r[2], r[3], i4{2, 6, 3, 7});
-  v4 o[4] = {__builtin_shuffle(a, b, i4{0, 1, 4, 5}), __builtin_shuffle(a, b, i4{2, 3, 6, 7}),
-             __builtin_shuffle(c, d, i4{0, 1, 4, 5}), __builtin_shuffle(c, d, i4{2, 3, 6, 7})};
-  for (int i = 0; i < 4; i++) std::memcpy(out + i * out_stride, &o[i], 16);
-}
 
 // rows[LANES][width] -> columns[width][LANES]
 inline void transpose_tile(const float* rows, int width, float* columns) {

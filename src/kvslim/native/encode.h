@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "lanes.h"
 #include "rows.h"
 
 namespace KVS_NS {
@@ -100,15 +101,22 @@ class Encoder {
   std::vector<vf> fold, z, carried, whole, error;
   std::vector<uint8_t> codes, best;  // [channel][lane]
 
-  float* at(int c, int t = 0) { return &all[size_t(c) * lanes + t]; }
+  // Values of channel c for the W tokens from t on: a group of tokens lies together, so that it stays in the first cache.
+  float* at(int c, int t) { return &all[(size_t(t / W) * dim + c) * W]; }
 
   void load_block(int index, int head) {
-    std::vector<float> row(dim);
-    for (int t = 0; t < lanes; t++) {
-      // lanes past the last token repeat it: the same work, never stored
-      const int64_t from = index * call.x_block + head * call.x_head + std::min(t, call.tokens - 1) * call.x_token;
-      convert(call.x, call.x_dtype, from, dim, row.data());
-      for (int c = 0; c < dim; c++) *at(c, t) = row[c];
+    std::vector<float> rows(size_t(dim) * W);
+    for (int t = 0; t < lanes; t += W) {
+      for (int i = 0; i < W; i++) {
+        // lanes past the last token repeat it: the same work, never stored
+        const int64_t token = std::min(t + i, call.tokens - 1);
+        convert(call.x, call.x_dtype, index * call.x_block + head * call.x_head + token * call.x_token, dim, &rows[size_t(i) * dim]);
+      }
+      int c = 0;
+      for (; c + 4 <= dim; c += 4)
+        for (int i = 0; i < W; i += 4) transpose4(&rows[size_t(i) * dim + c], dim, at(c, t) + i, W);
+      for (; c < dim; c++)
+        for (int i = 0; i < W; i++) at(c, t)[i] = rows[size_t(i) * dim + c];
     }
   }
 
@@ -127,37 +135,51 @@ class Encoder {
         break;
       }
       case KVS_PERMUTE: {
-        std::vector<float> copy(all);
+        const std::vector<float> copy(all);
         const int64_t* order = (const int64_t*)step.data + head * step.stride;
-        for (int c = 0; c < dim; c++) std::copy_n(&copy[size_t(order[c]) * lanes], lanes, at(c));
+        for (int t = 0; t < lanes; t += W)
+          for (int c = 0; c < dim; c++) std::copy_n(&copy[(size_t(t / W) * dim + order[c]) * W], W, at(c, t));
         break;
       }
       default: {  // KVS_HADAMARD, in the order of transforms.rotate.butterfly
         const vf norm = set1(float(std::pow(double(step.size), -0.5)));
-        for (int t = 0; t < lanes; t += W) {
-          for (int half = 1; half < step.size; half *= 2)
-            for (int i = step.first; i < step.first + step.width; i += 2 * half)
-              for (int c = i; c < i + half; c++) {
-                const vf low = load(at(c, t)), high = load(at(c + half, t));
-                store(at(c, t), low + high);
-                store(at(c + half, t), low - high);
-              }
-          for (int c = step.first; c < step.first + step.width; c++) store(at(c, t), load(at(c, t)) * norm);
-        }
+        for (int t = 0; t < lanes; t += W) butterfly(at(step.first, t), step.width, step.size, norm);
       }
     }
   }
 
+  // Runs of `size` channels, two levels in one visit; the order of additions is that of one level after the other.
+  static void butterfly(float* x, int width, int size, vf norm) {
+    auto v = [x](int c) { return load(x + c * W); };
+    auto put = [x](int c, vf y) { store(x + c * W, y); };
+    int half = 1;
+    for (; 4 * half <= size; half *= 4)
+      for (int i = 0; i < width; i += 4 * half)
+        for (int c = i; c < i + half; c++) {
+          const vf a = v(c), b = v(c + half), d = v(c + 2 * half), e = v(c + 3 * half);
+          const vf ab = a + b, a_b = a - b, de = d + e, d_e = d - e;
+          put(c, ab + de), put(c + half, a_b + d_e), put(c + 2 * half, ab - de), put(c + 3 * half, a_b - d_e);
+        }
+    for (; half < size; half *= 2)
+      for (int i = 0; i < width; i += 2 * half)
+        for (int c = i; c < i + half; c++) {
+          const vf low = v(c), high = v(c + half);
+          put(c, low + high), put(c + half, low - high);
+        }
+    for (int c = 0; c < width; c++) put(c, v(c) * norm);
+  }
+
   void take_mean(int index, int head) {
     uint16_t* out = call.offset + index * call.offset_block + head * call.offset_head;
-    std::vector<float> sum(call.tokens);
+    std::vector<float> sum(size_t(lanes), 0.0f);
     for (int c = 0; c < dim; c++) {
-      std::copy_n(at(c), call.tokens, sum.data());
+      for (int t = 0; t < lanes; t += W) std::copy_n(at(c, t), W, &sum[size_t(t)]);
       int count = call.tokens, size = 1;
       while (size < count) size *= 2;
       while (size > 1) {
         size /= 2;
-        for (int i = size; i < count; i++) sum[i - size] = sum[i - size] + sum[i];
+        float *low = sum.data(), *high = low + size;
+        for (int i = 0; i < count - size; i++) low[i] += high[i];
         count = std::min(count, size);
       }
       const float mean = std::min(std::max(sum[0] / float(call.tokens), -LARGEST), LARGEST);
@@ -167,13 +189,24 @@ class Encoder {
     }
   }
 
+  // scales.total of f(0) .. f(dim - 1)
+  template <class F>
+  vf total_of(const F& f) {
+    const int quarter = dim / 4;
+    if (dim & (dim - 1)) {
+      for (int c = 0; c < dim; c++) fold[c] = f(c);
+      return total(fold.data(), dim);
+    }
+    for (int c = 0; c < quarter; c++)  // the first two folds at once
+      fold[c] = (f(c) + f(c + 2 * quarter)) + (f(c + quarter) + f(c + 3 * quarter));
+    return total(fold.data(), quarter);
+  }
+
   vf ratio_of(int fit, const vf* x, const vf* y) {
-    const vf tiny = set1(TINY);
     if (fit == 0) return set1(1);
-    for (int c = 0; c < dim; c++) fold[c] = fit == 1 ? x[c] * y[c] : x[c] * x[c];
-    const vf above = total(fold.data(), dim);
-    for (int c = 0; c < dim; c++) fold[c] = fit == 3 ? x[c] * y[c] : y[c] * y[c];
-    const vf ratio = above / vmax(total(fold.data(), dim), tiny);
+    const vf above = fit == 1 ? total_of([=](int c) { return x[c] * y[c]; }) : total_of([=](int c) { return x[c] * x[c]; });
+    const vf below = fit == 3 ? total_of([=](int c) { return x[c] * y[c]; }) : total_of([=](int c) { return y[c] * y[c]; });
+    const vf ratio = above / vmax(below, set1(TINY));
     return fit == 2 ? vsqrt(ratio) : ratio;
   }
 
@@ -182,16 +215,12 @@ class Encoder {
   vf best_multiple() {
     const int n = call.multiple_count;
     vf chosen = set1(1), most = set1(0);
+    vf* const y = error.data();  // free until codes are carried
     for (int m = 0; m < n; m++) {
       const vf inverse = set1(call.multiples[n + m]);
-      vf* const square = error.data();  // free until codes are carried
-      for (int c = 0; c < dim; c++) {
-        const vf y = levels.level<BITS>(levels.nearest<BITS>(z[c] * inverse));
-        fold[c] = z[c] * y;
-        square[c] = y * y;
-      }
-      const vf above = total(fold.data(), dim);
-      const vf gain = above * above / vmax(total(square, dim), set1(TINY));
+      for (int c = 0; c < dim; c++) y[c] = levels.level<BITS>(levels.nearest<BITS>(z[c] * inverse));
+      const vf above = total_of([&](int c) { return z[c] * y[c]; });
+      const vf gain = above * above / vmax(total_of([&](int c) { return y[c] * y[c]; }), set1(TINY));
       chosen = pick(greater(gain, most), set1(call.multiples[m]), chosen);
       most = vmax(gain, most);
     }
@@ -242,11 +271,11 @@ class Encoder {
         carried[c] = own - carried[c];
       }
       const vf fitted = ratio_of(call.fit, error.data(), carried.data());
-      for (int c = 0; c < dim; c++) {
+      const vf loss = total_of([&](int c) {
         const vf left = m * (error[c] - fitted * carried[c]);
-        fold[c] = left * left;
-      }
-      const vf loss = total(fold.data(), dim), scale = m * fitted;
+        return left * left;
+      });
+      const vf scale = m * fitted;
       if (n == 0) {
         ratio = scale, least = loss;
         best.swap(codes);
@@ -274,8 +303,7 @@ class Encoder {
       size = set1(0);
       for (int c = 0; c < dim; c++) size = vmax(size, abs_of(z[c]));
     } else {
-      for (int c = 0; c < dim; c++) fold[c] = z[c] * z[c];
-      size = vsqrt(total(fold.data(), dim) / set1(float(dim)));
+      size = vsqrt(total_of([&](int c) { return z[c] * z[c]; }) / set1(float(dim)));
     }
     const vf r = to_half_and_back(size), divisor = vmax(r, set1(TINY));
     for (int c = 0; c < dim; c++) z[c] = z[c] / divisor;
@@ -303,7 +331,19 @@ class Encoder {
   // bitpack.pack of `best`.
   template <int BITS>
   void pack(int count, uint8_t* out) {
-    const int unit = unit_of(dim), row = packed_width(dim, BITS);
+    const int row = packed_width(dim, BITS);
+    if (dim % UNIT == 0) {
+      for (int u = 0; u < dim / UNIT; u++) {
+        // words of a unit, W tokens side by side, then a token at a time
+        alignas(64) int32_t words[8][W], rows[W][8];
+        pack_unit<BITS>(&best[size_t(u) * UNIT * W], words);
+        for (int w = 0; w < BITS; w += 4)
+          for (int i = 0; i < W; i += 4) transpose4((const float*)&words[w][i], W, (float*)&rows[i][w], 8);
+        for (int i = 0; i < count; i++) std::memcpy(out + int64_t(i) * row + u * BITS * 4, rows[i], BITS * 4);
+      }
+      return;
+    }
+    const int unit = unit_of(dim);
     for (int i = 0; i < count; i++) std::memset(out + int64_t(i) * row, 0, size_t(row));
     for (int u = 0, start = 0; u < dim; u += unit, start += unit * BITS / 8) {
       int low = 0, plane = start;
@@ -319,6 +359,27 @@ class Encoder {
         plane += bytes_in_plane;
         low += size;
       }
+    }
+  }
+
+  // The 32-bit words of one unit; planes and shifts as in `field_of` of attend.h.
+  template <int BITS>
+  static void pack_unit(const uint8_t* code, int32_t (*words)[W]) {
+    int low = 0, plane = 0;
+    for (int size : {8, 4, 2, 1}) {
+      if (!(BITS & size)) continue;
+      const vi mask = seti((1 << size) - 1);
+      for (int w = 0; w < size; w++) {
+        vi word = seti(0);
+        for (int b = 0; b < 4; b++)
+          for (int k = 0; k < 8 / size; k++) {
+            const vi field = srlv(bytes(code + (4 * w + b + 4 * size * k) * W), seti(low));
+            word = ori(word, sllv(andi(field, mask), seti(8 * b + size * k)));
+          }
+        storei(words[plane + w], word);
+      }
+      plane += size;
+      low += size;
     }
   }
 };

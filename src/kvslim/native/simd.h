@@ -80,6 +80,7 @@ inline vi srl(vi x) {
   return _mm512_srli_epi32(x, N);
 }
 inline vi srlv(vi x, vi n) { return _mm512_srlv_epi32(x, n); }
+inline vi sllv(vi x, vi n) { return _mm512_sllv_epi32(x, n); }
 inline vi loadi(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void storei(int32_t* p, vi x) { _mm512_storeu_si512(p, x); }
 inline void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
@@ -149,6 +150,7 @@ inline vi srl(vi x) {
   return _mm256_srli_epi32(x, N);
 }
 inline vi srlv(vi x, vi n) { return _mm256_srlv_epi32(x, n); }
+inline vi sllv(vi x, vi n) { return _mm256_sllv_epi32(x, n); }
 inline vi loadi(const int32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void storei(int32_t* p, vi x) { _mm256_storeu_si256((__m256i*)p, x); }
 inline void store_bytes(uint8_t* p, vi x) {
@@ -236,6 +238,8 @@ template <int N>
 inline vi srl(vi x) {
   return x >> N;  // codes are never negative
 }
+inline vi srlv(vi x, vi n) { return x >> n; }
+inline vi sllv(vi x, vi n) { return x << n; }
 inline vi loadi(const int32_t* p) {
   vi x;
   std::memcpy(&x, p, 16);

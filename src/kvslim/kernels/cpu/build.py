@@ -93,7 +93,8 @@ def _compile(program: str, isa: str, folder: Path, extra: tuple[str, ...]) -> Pa
             [*command, str(SOURCES / "library.cpp"), "-o", str(made)], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise BuildError(f"{program} failed on the {isa} kernels: {last}")
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            first = next((line for line in lines if "error" in line), lines[-1])
+            raise BuildError(f"{program} failed on the {isa} kernels: {first}")
         made.replace(target)
     return target
