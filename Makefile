@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml constraints.txt hatch_build.py src/kvslim/kernels/cpu/build.py $(wildcard src/kvslim/native/*)
 
 .PHONY: demo test lint clean
 

@@ -1,6 +1,7 @@
 """Models that several test files share: a tiny one made here, and real ones that fetch and unpack themselves."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvslim.integrations.transformers.loading import LoadedModel, load_model
+from kvslim.kernels.cpu import library
+from kvslim.kernels.cpu.build import isas
 
 _REAL = {"qwen05b", "gemma270m"}
 _THREADS = torch.get_num_threads()  # OMP_NUM_THREADS, else one per core
@@ -70,3 +73,21 @@ def qwen05b() -> LoadedModel:
 def gemma270m() -> LoadedModel:
     """Gemma 3 270M in fp32 on kvslim's attention; a test that changes it changes it back."""
     return _load("gemma270m")
+
+
+@pytest.fixture
+def reference_only() -> Iterator[None]:
+    """Attention and encoders in torch, as where the native kernels could not be built."""
+    library.use("off")
+    yield
+    library.use("")
+
+
+@pytest.fixture(params=["avx512", "avx2", "portable"])
+def native_kernels(request) -> Iterator[library.Library]:
+    """The CPU kernels of each instruction set that runs here."""
+    if request.param not in isas() or library.native(request.param) is None:
+        pytest.skip(f"this processor has no {request.param}")
+    library.use(request.param)
+    yield library.native()
+    library.use("")

@@ -305,7 +305,7 @@ def decode_step(cache: Single, seed: int) -> Largest:
 
 
 @pytest.mark.parametrize("recipe", ["none", "int8", "kivi4", IMMEDIATE])
-def test_a_step_makes_nothing_of_the_historys_length(recipe):
+def test_a_step_makes_nothing_of_the_historys_length(recipe, reference_only):
     """At 4k and at 6k tokens the largest tensor of a decode step is one decoded tile; steps that seal included."""
     geometry = Geometry(2, 1, 32, 32)
     tile = TILE * geometry.kv_heads * 32 * 4
@@ -318,6 +318,20 @@ def test_a_step_makes_nothing_of_the_historys_length(recipe):
     assert largest[1] == largest[0] <= 2 * tile
     dense = 4096 * geometry.kv_heads * 32 * 4
     assert largest[0] <= dense / 2
+
+
+@pytest.mark.parametrize("recipe", ["none", "int8", "kivi4", "slim4"])
+def test_a_native_step_makes_the_same_few_torch_calls_at_every_length(recipe, native_kernels):
+    geometry = Geometry(2, 1, 32, 32)
+    cache = Single(recipe, geometry)
+    calls = []
+    for prompt in (1024, 3072):
+        feed_in_chunks(cache, prompt, 512)
+        steps = [decode_step(cache, seed) for seed in range(8)]
+        assert max(step.largest for step in steps) <= 4096
+        calls.append([step.calls for step in steps])
+    assert calls[0] == calls[1]
+    assert max(calls[0]) <= 40
 
 
 @pytest.mark.parametrize("recipe", ["none", "int8", "kivi4", IMMEDIATE, "int8+sinks=0+recent=0"])
@@ -371,7 +385,7 @@ def test_what_is_not_in_use_is_never_read(recipe):
         for exact in (store.key, store.value):
             exact[index, :, row.sinks + row.tail :] = torch.nan
         used = {entry.block: entry.valid for entry in poisoned.table.rows[index]}
-        for slab, start in zip(store.pool._slabs, store.pool._starts, strict=True):
+        for slab, start in zip(store.pool.slabs, store.pool.starts, strict=True):
             for side in "kv":
                 layout = store.pool.layouts[side]
                 for part in layout.parts:
@@ -382,7 +396,7 @@ def test_what_is_not_in_use_is_never_read(recipe):
                             slab[side][part.name][block - start, :, valid:] = torch.nan
                             unused += store.block - valid
         holders = {entry.block for entries in poisoned.table.rows for entry in entries}
-        for slab, start in zip(store.pool._slabs, store.pool._starts, strict=True):
+        for slab, start in zip(store.pool.slabs, store.pool.starts, strict=True):
             for parts in slab.values():
                 for tensor in parts.values():
                     for at in range(len(tensor)):

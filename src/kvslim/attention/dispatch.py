@@ -9,7 +9,7 @@ import torch
 from kvslim.attention import reference
 from kvslim.attention.native import NativeLayer
 from kvslim.attention.reference import Score
-from kvslim.kernels.cpu.chain import NoNativeForm
+from kvslim.kernels.cpu.chain import NoNativeFormError
 from kvslim.kernels.cpu.library import native, why_not
 from kvslim.store.layer import LayerStore
 
@@ -32,7 +32,7 @@ def attend(
         return reference.attend(query, store, chunk, mask, score, causal=causal)
     try:
         return layer.attend(library, query, store, chunk, mask, score, causal=causal)
-    except NoNativeForm as missing:
+    except NoNativeFormError as missing:
         _LAYERS[store] = str(missing)
         return reference.attend(query, store, chunk, mask, score, causal=causal)
 
@@ -53,7 +53,7 @@ def _layer(store: LayerStore) -> NativeLayer | str:
     if layer is None:
         try:
             layer = "a GPU" if store.device.type != "cpu" else NativeLayer(store)
-        except NoNativeForm as missing:
+        except NoNativeFormError as missing:
             layer = str(missing)
         _LAYERS[store] = layer
     return layer

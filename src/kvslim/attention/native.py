@@ -1,4 +1,4 @@
-"""Native attention on a LayerStore: keeps what a layer's calls have in common, so that a step only fills in what moved."""
+"""Native attention on a LayerStore: keeps what its calls have in common, so that a step only fills in what moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kvslim.attention.reference import Score
 from kvslim.codecs.side import Frozen
 from kvslim.kernels.cpu import abi
-from kvslim.kernels.cpu.chain import NoNativeForm, Steps, native_steps
+from kvslim.kernels.cpu.chain import NoNativeFormError, Steps, native_steps
 from kvslim.kernels.cpu.library import Library
 from kvslim.kernels.cpu.reader import Reader
 from kvslim.store.layer import LayerStore, Row
@@ -26,7 +26,7 @@ class NativeLayer:
 
     Raises
     ------
-    NoNativeForm
+    NoNativeFormError
         Its layouts have no native form.
     """
 
@@ -48,7 +48,7 @@ class NativeLayer:
         *,
         causal: bool,
     ) -> torch.Tensor:
-        """As kvslim.attention.reference.attend; raises NoNativeForm before anything is read."""
+        """As kvslim.attention.reference.attend; raises NoNativeFormError before anything is read."""
         if len(self._rows) != len(store.rows):
             self._rows = (abi.Row * len(store.rows))()
         holes = [self._fill(self._rows[i], i, row, store) for i, row in enumerate(store.rows)]
@@ -72,7 +72,12 @@ class NativeLayer:
         return out
 
     def _fill(self, target: abi.Row, index: int, row: Row, store: LayerStore) -> array[int]:
-        target.sinks, target.exact, target.packed, target.origin = row.sinks, row.sinks + row.tail, row.packed, row.origin
+        target.sinks, target.exact, target.packed, target.origin = (
+            row.sinks,
+            row.sinks + row.tail,
+            row.packed,
+            row.origin,
+        )
         holes = array("q", [column for hole in row.holes for column in hole])
         target.holes, target.hole_count = (holes.buffer_info()[0] if holes else None), len(row.holes)
         target.entries = 0
@@ -95,6 +100,6 @@ class NativeLayer:
             codec = store.packers[which].codec
             steps = native_steps(frozen.chain, store.head_dims[which], codec)
             if which == 1 and abi.PAGE in steps.kinds:
-                raise NoNativeForm("center:kind=page on values")
+                raise NoNativeFormError("center:kind=page on values")
             self._steps[frozen] = steps
         return steps

@@ -101,12 +101,12 @@ def _installed(name: str) -> str | None:
 
 
 def _backends() -> list[dict[str, Any]]:
-    """What can read packed bytes here, the definition of correct first."""
+    """What can read packed bytes here; first the reference, which defines what is correct."""
     gpus, why_not = _gpus()
     triton = _installed("triton")
     return [
         {"name": "reference", "available": True, "note": "torch, any device"},
-        {"name": "native", "available": False, "note": "CPU kernels are not built yet; reference is used"},
+        _native(),
         {
             "name": "triton",
             "available": False,
@@ -114,6 +114,19 @@ def _backends() -> list[dict[str, Any]]:
         },
         {"name": "cuda", "available": bool(gpus), "note": ", ".join(gpus) or why_not},
     ]
+
+
+def _native() -> dict[str, Any]:
+    """Name the CPU kernels: which instruction set runs here, from where, or why there are none."""
+    from kvslim.kernels.cpu.build import compiler
+    from kvslim.kernels.cpu.library import PACKAGED, native, why_not
+
+    library = native()
+    if library is None:
+        return {"name": "native", "available": False, "note": f"{why_not()}; attention runs on torch, slower"}
+    origin = "built at installation" if library.path.parent == PACKAGED else "built at first use, in the user's cache"
+    note = f"CPU kernels for {library.isa}, {origin}, {library.threads} threads; compiler: {compiler() or 'none'}"
+    return {"name": "native", "available": True, "note": note, "isa": library.isa}
 
 
 def _gpus() -> tuple[list[str], str]:

@@ -76,10 +76,9 @@ class QJLCodec(Codec):
         return direct + signs @ query_sketch(direct.shape[-1], str(acc.device)).T
 
 
-@lru_cache(maxsize=16)
 def query_sketch(head_dim: int, device: str) -> torch.Tensor:
     """S^T sqrt(pi/2)/D of shape (head_dim, head_dim), fp32: queries times it meet the signs."""
-    return (sketch(head_dim, device, torch.float64).T * (math.sqrt(math.pi / 2) / head_dim)).float().contiguous()
+    return sketch(head_dim, device, torch.float32).T * (math.sqrt(math.pi / 2) / head_dim)
 
 
 @lru_cache(maxsize=16)

@@ -6,7 +6,7 @@ import torch
 
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.kernels.cpu import encoder
-from kvslim.kernels.cpu.chain import NoNativeForm
+from kvslim.kernels.cpu.chain import NoNativeFormError
 from kvslim.kernels.cpu.library import native
 from kvslim.layout import PackedBlock
 
@@ -26,6 +26,6 @@ def encode(packer: SidePacker, x: torch.Tensor, frozen: Frozen, starts: torch.Te
     if library is not None:
         try:
             return encoder.encode(library, packer, x, frozen, starts)
-        except NoNativeForm:  # a transform; explain() of the attention dispatch names it for the reader as well
+        except NoNativeFormError:  # a transform; explain() of the attention dispatch names it for the reader as well
             pass
     return packer.encode(x.float(), frozen, starts)

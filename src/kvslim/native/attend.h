@@ -7,6 +7,7 @@
 // log-sum-exp. Rows of a task: query positions, and within each the query heads that share the kv head.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "chain.h"
@@ -15,22 +16,33 @@
 namespace KVS_NS {
 
 constexpr int ROWS = 64;
-constexpr int GROUP = 8;      // rows that go through a tile together, sums in registers
+constexpr int GROUP = W > 4 ? 8 : 4;  // rows that go through a tile together, sums in registers
 constexpr int LANES = 2 * W;  // tokens per step of the scores
 constexpr float LOWEST = -INFINITY;
 
-// Call f<1> .. f<GROUP> for `rows` rows.
-#define KVS_BY_ROWS(rows, call) \
-  switch (rows) {               \
-    case 1: call(1); break;     \
-    case 2: call(2); break;     \
-    case 3: call(3); break;     \
-    case 4: call(4); break;     \
-    case 5: call(5); break;     \
-    case 6: call(6); break;     \
-    case 7: call(7); break;     \
-    default: call(8); break;    \
+// Call f with `rows`, 1 .. GROUP, as a constant.
+template <int R = 1, class F>
+inline void by_rows(int rows, const F& f) {
+  if constexpr (R < GROUP)
+    if (rows > R) return by_rows<R + 1>(rows, f);
+  f(std::integral_constant<int, R>());
+}
+
+// Call f with `bits` as a constant; for the widths that attention reads without decoding first.
+template <class F>
+inline void by_bits(int bits, const F& f) {
+  switch (bits) {
+    case 2: return f(std::integral_constant<int, 2>());
+    case 3: return f(std::integral_constant<int, 3>());
+    case 4: return f(std::integral_constant<int, 4>());
+    default: return f(std::integral_constant<int, 8>());
   }
+}
+
+inline bool reads_codes(const kvs_side& side) {
+  const int bits = side.segment[0].bits;
+  return side.segments == 1 && side.width % UNIT == 0 && (bits == 2 || bits == 3 || bits == 4 || bits == 8);
+}
 
 // rows[LANES][width] -> columns[width][LANES]
 inline void transpose_tile(const float* rows, int width, float* columns) {
@@ -361,14 +373,6 @@ class Task {
     }
   }
 
-  // Whether scores can be taken on the codes, every other part applied to the sum: one segment, at most one scale per
-  // token, no channel scales.
-  bool key_by_columns() const {
-    const kvs_side& k = call.key;
-    const int bits = k.segment[0].bits;
-    return k.segments == 1 && k.width % UNIT == 0 && (bits == 2 || bits == 3 || bits == 4 || bits == 8);
-  }
-
   // What a block's parts beyond its codes mean for the scores of its tokens.
   float channel[MAX_DIM], offset[MAX_DIM], key_scale;
   float offset_gain[ROWS];
@@ -376,7 +380,7 @@ class Task {
     const kvs_side& key = call.key;
     key_scale = k.scale ? scale_at(k.scale, key.scale.dtype, 0) : 1.0f;
     std::fill(offset_gain, offset_gain + rows, 0.0f);
-    if (!key_by_columns()) return;
+    if (!reads_codes(call.key)) return;
     if (k.channel) convert(k.channel, key.channel.dtype, 0, key.width, channel);
     if (k.offset) {
       convert(k.offset, key.offset.dtype, 0, key.width, offset);
@@ -387,7 +391,7 @@ class Task {
   // columns[width][LANES] of packed keys, the offset left out.
   void key_columns(const Block& k, int at, int count, float* columns) {
     const kvs_side& key = call.key;
-    if (!key_by_columns()) {
+    if (!reads_codes(call.key)) {
       float* decoded = scratch.rows.data();
       decode_rows(key, key_lookup, k, at, count, key.width, decoded);
       std::fill(decoded + int64_t(count) * key.width, decoded + int64_t(LANES) * key.width, 0.0f);
@@ -398,12 +402,7 @@ class Task {
     for (int u = 0; u < key.width / UNIT; u++) {
       gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
       float* out = columns + u * UNIT * LANES;
-      switch (bits) {
-        case 2: unpack_columns<2>(key_lookup[0], words, out); break;
-        case 3: unpack_columns<3>(key_lookup[0], words, out); break;
-        case 4: unpack_columns<4>(key_lookup[0], words, out); break;
-        default: unpack_columns<8>(key_lookup[0], words, out); break;
-      }
+      by_bits(bits, [&](auto B) { unpack_columns<B.value>(key_lookup[0], words, out); });
     }
     if (key.segment[0].group && !scaled_after(k)) {
       for (int j = 0; j < groups; j++) {
@@ -442,15 +441,9 @@ class Task {
     for (int u = 0; u < key.width / UNIT; u++) {
       gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
       const float* q = &laid[size_t(u) * UNIT * GROUP];
-#define KVS_CODES(R)                                                        \
-  switch (bits) {                                                           \
-    case 2: score_unit<R, 2>(key_lookup[0], words, q, out); break;          \
-    case 3: score_unit<R, 3>(key_lookup[0], words, q, out); break;          \
-    case 4: score_unit<R, 4>(key_lookup[0], words, q, out); break;          \
-    default: score_unit<R, 8>(key_lookup[0], words, q, out); break;         \
-  }
-      KVS_BY_ROWS(rows, KVS_CODES)
-#undef KVS_CODES
+      by_bits(bits, [&](auto B) {
+        by_rows(rows, [&](auto R) { score_unit<R.value, B.value>(key_lookup[0], words, q, out); });
+      });
     }
   }
 
@@ -458,15 +451,13 @@ class Task {
     for (int r = 0; r < rows; r += GROUP) {
       const float* q = &laid[size_t(r / GROUP) * width * GROUP];
       float* out = &scratch.scores[size_t(r) * TILE + lane];
-#define KVS_SCORE(R) score_rows<R>(columns, width, q, out, TILE)
-      KVS_BY_ROWS(std::min(GROUP, rows - r), KVS_SCORE)
-#undef KVS_SCORE
+      by_rows(std::min(GROUP, rows - r), [&](auto R) { score_rows<R.value>(columns, width, q, out, TILE); });
     }
   }
 
   void packed_tile(const Block& k, const Block& v, int at, int count, int token_index) {
     const kvs_side& key = call.key;
-    const bool by_columns = key_by_columns(), fused = by_columns && rows <= GROUP && scaled_after(k);
+    const bool by_columns = reads_codes(call.key), fused = by_columns && W > 4 && rows <= GROUP && scaled_after(k);
     for (int lane = 0; lane < count; lane += LANES) {
       const int n = std::min(LANES, count - lane);
       if (fused) {
@@ -500,8 +491,7 @@ class Task {
   void sum_values(const Block& v, int at, int count) {
     const kvs_side& value = call.value;
     const int bits = value.segment[0].bits, group_width = value.segment[0].group;
-    const bool on_codes = value.segments == 1 && value.width % UNIT == 0 && group_width % UNIT == 0 && bits <= 8 &&
-                          !v.channel && rows <= GROUP;
+    const bool on_codes = reads_codes(value) && group_width % UNIT == 0 && !v.channel && rows <= GROUP;
     if (!on_codes) {
       float* decoded = scratch.rows.data();
       decode_rows(value, value_lookup, v, at, count, value.width, decoded);
@@ -523,9 +513,11 @@ class Task {
       for (int c = j * span; c < (j + 1) * span; c += UNIT) {
         const uint8_t* unit = v.code + int64_t(at) * stride + c * bits / 8;
         float* out = &partial.basis[c];
-#define KVS_SUM(R) sum_codes<R>(bits, value_lookup[0], unit, stride, count, weights, out, value.width)
-        KVS_BY_ROWS(rows, KVS_SUM)
-#undef KVS_SUM
+        by_bits(bits, [&](auto B) {
+          by_rows(rows, [&](auto R) {
+            sum_unit<R.value, B.value, 0>(value_lookup[0], unit, stride, count, weights, out, value.width);
+          });
+        });
       }
       if (v.zero)
         for (int r = 0; r < rows; r++) {
@@ -544,26 +536,11 @@ class Task {
     }
   }
 
-  template <int R>
-  static void sum_codes(int bits, const Lookup& lookup, const uint8_t* unit, int stride, int count, const float* weights,
-                        float* out, int out_stride) {
-    switch (bits) {
-      case 1: return sum_unit<R, 1, 0>(lookup, unit, stride, count, weights, out, out_stride);
-      case 2: return sum_unit<R, 2, 0>(lookup, unit, stride, count, weights, out, out_stride);
-      case 3: return sum_unit<R, 3, 0>(lookup, unit, stride, count, weights, out, out_stride);
-      case 4: return sum_unit<R, 4, 0>(lookup, unit, stride, count, weights, out, out_stride);
-      case 5: return sum_unit<R, 5, 0>(lookup, unit, stride, count, weights, out, out_stride);
-      case 6: return sum_unit<R, 6, 0>(lookup, unit, stride, count, weights, out, out_stride);
-      case 7: return sum_unit<R, 7, 0>(lookup, unit, stride, count, weights, out, out_stride);
-      default: return sum_unit<R, 8, 0>(lookup, unit, stride, count, weights, out, out_stride);
-    }
-  }
-
   void sum_plain(const float* values, int width, int count, const float* weights, float* out) {
     for (int r = 0; r < rows; r += GROUP) {
-#define KVS_PLAIN(R) sum_rows<R>(values, width, count, weights + size_t(r) * TILE, out + size_t(r) * width, width)
-      KVS_BY_ROWS(std::min(GROUP, rows - r), KVS_PLAIN)
-#undef KVS_PLAIN
+      by_rows(std::min(GROUP, rows - r), [&](auto R) {
+        sum_rows<R.value>(values, width, count, weights + size_t(r) * TILE, out + size_t(r) * width, width);
+      });
     }
   }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvslim.attention.dispatch import explain
 from kvslim.cache import LayerCache
 from kvslim.layout import bits_per_value
 from kvslim.recipe import Recipe
@@ -28,6 +29,8 @@ class LayerReport:
         Those of them that are in sealed blocks.
     nbytes_blocks : float
         Bytes that the layout takes for them.
+    kernel, kernel_reason : str
+        What reads a packed layer, and why it is that.
     """
 
     layer: int
@@ -36,6 +39,8 @@ class LayerReport:
     values: int
     values_in_blocks: int = 0
     nbytes_blocks: float = 0.0
+    kernel: str = ""
+    kernel_reason: str = ""
 
     @classmethod
     def of_packed(cls, index: int, core: LayerCache) -> LayerReport:
@@ -52,7 +57,7 @@ class LayerReport:
             for packer, dim in zip(store.packers, store.head_dims, strict=True)
         )
         tokens = sum(row.tokens for row in store.rows)
-        return cls(index, True, sides, tokens * width, packed * width, nbytes)
+        return cls(index, True, sides, tokens * width, packed * width, nbytes, *explain(store))
 
     @classmethod
     def of_dense(cls, index: int, layer: Any, reason: str) -> LayerReport:
@@ -82,7 +87,7 @@ class Report:
     calibration_nbytes : int
         Statistics that belong to the model and serve all its caches; not part of the above.
     kernel, kernel_reason : str
-        What reads the packed bytes, and why nothing faster does.
+        What reads the packed bytes, and why it is that; several where layers differ.
     layers : tuple of LayerReport
     """
 
@@ -106,6 +111,7 @@ class Report:
         values = sum(layer.values for layer in layers)
         in_blocks = sum(layer.values_in_blocks for layer in layers)
         block_bytes = sum(layer.nbytes_blocks for layer in layers)
+        kernels = {layer.kernel: layer.kernel_reason for layer in layers if layer.kernel}
         return cls(
             recipe=str(recipe),
             label=recipe.label or str(recipe),
@@ -117,8 +123,8 @@ class Report:
             bits_per_value_packed=8 * block_bytes / in_blocks if in_blocks else 0.0,
             peak_nbytes=peak,
             calibration_nbytes=calibration,
-            kernel="reference",
-            kernel_reason="torch only; native CPU and Triton kernels are not built yet",
+            kernel=", ".join(kernels) or "none yet",
+            kernel_reason="; ".join(dict.fromkeys(reason for reason in kernels.values() if reason)),
             layers=tuple(layers),
         )
 
@@ -134,7 +140,7 @@ class Report:
             f"held           {_size(self.nbytes)}, {bits} in sealed blocks)",
             f"at 16 bits     {_size(self.nbytes_16bit)}",
             f"peak           {_size(self.peak_nbytes)}",
-            f"kernel         {self.kernel} ({self.kernel_reason})",
+            f"kernel         {self.kernel}" + (f" ({self.kernel_reason})" if self.kernel_reason else ""),
         ]
         if self.calibration_nbytes:
             lines.append(f"calibration    {_size(self.calibration_nbytes)} more, once per model, for all its caches")

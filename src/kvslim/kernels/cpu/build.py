@@ -15,17 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "native"
-_FLAGS = (
-    "-std=c++17 -O3 -fPIC -shared -pthread -fvisibility=hidden -fno-math-errno "
+_FLAGS = [
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"),
     # encoders must round as the reference does: no product may be fused with a sum behind our back
-    "-ffp-contract=off"
-).split()
+    "-ffp-contract=off",
+]
 _X86 = {"x86_64", "amd64"}
-_ISA_FLAGS = {
-    "portable": (),
-    "avx2": "-mavx2 -mfma -mf16c".split(),
-    "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512".split(),
-}
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+_ISA_FLAGS: dict[str, list[str]] = {"portable": [], "avx2": _AVX2, "avx512": _AVX2 + _AVX512}
 
 
 class BuildError(Exception):

@@ -12,14 +12,14 @@ import torch
 from kvslim.codecs.base import Codec
 from kvslim.codecs.qjl import QJLCodec, query_sketch
 from kvslim.kernels.cpu import abi
-from kvslim.transforms.base import Chain, Fitted
 from kvslim.transforms.balance import Balanced
+from kvslim.transforms.base import Chain, Fitted
 from kvslim.transforms.center import Mean, PageMean
 from kvslim.transforms.outlier import Permutation
 from kvslim.transforms.rotate import Rotation, block_size, part_widths, rotation_matrix, sign_vector
 
 
-class NoNativeForm(Exception):
+class NoNativeFormError(Exception):
     """A transform or codec that the native kernels do not know; the text names it."""
 
 
@@ -50,7 +50,7 @@ def native_steps(chain: Chain, head_dim: int, codec: Codec) -> Steps:
 
     Raises
     ------
-    NoNativeForm
+    NoNativeFormError
         A step is not known.
     """
     steps: list[abi.Step] = []
@@ -59,7 +59,7 @@ def native_steps(chain: Chain, head_dim: int, codec: Codec) -> Steps:
         for kind, tensor, fields in _native(fitted, head_dim):
             steps.append(_step(kind, tensor, kept, **fields))
     if steps[1:] and any(step.kind == abi.PAGE for step in steps[1:]):
-        raise NoNativeForm("center:kind=page after another transform")
+        raise NoNativeFormError("center:kind=page after another transform")
     if isinstance(codec, QJLCodec):
         steps.append(_step(abi.EXPAND, query_sketch(head_dim, "cpu"), kept, width=head_dim))
     return Steps((abi.Step * max(1, len(steps)))(*steps), tuple(step.kind for step in steps), tuple(kept))
@@ -97,7 +97,7 @@ def _native(fitted: Fitted, head_dim: int) -> list[tuple[int, torch.Tensor | Non
         return [(abi.PERMUTE, fitted.order, {})]
     if isinstance(fitted, Rotation):
         return _rotation(fitted)
-    raise NoNativeForm(f"transform {type(fitted).__name__}")
+    raise NoNativeFormError(f"transform {type(fitted).__name__}")
 
 
 def _rotation(fitted: Rotation) -> list[tuple[int, torch.Tensor | None, dict[str, Any]]]:

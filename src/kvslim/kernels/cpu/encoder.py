@@ -6,14 +6,14 @@ import ctypes
 
 import torch
 
-from kvslim.codecs.levels import levels
 from kvslim.codecs.base import midpoints
 from kvslim.codecs.feedback import carry_steps
+from kvslim.codecs.levels import levels
 from kvslim.codecs.scales import MULTIPLES
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.codecs.table import NEARBY, TableCodec
 from kvslim.kernels.cpu import abi
-from kvslim.kernels.cpu.chain import NoNativeForm, native_steps
+from kvslim.kernels.cpu.chain import NoNativeFormError, native_steps
 from kvslim.kernels.cpu.library import Library
 from kvslim.layout import STORAGE, PackedBlock
 
@@ -36,15 +36,15 @@ def encode(library: Library, packer: SidePacker, x: torch.Tensor, frozen: Frozen
 
     Raises
     ------
-    NoNativeForm
+    NoNativeFormError
         The codec or a transform is not known; nothing has been done.
     """
     codec = packer.codec
     if not isinstance(codec, TableCodec) or refusal(packer):
-        raise NoNativeForm(refusal(packer))
+        raise NoNativeFormError(refusal(packer))
     steps = native_steps(frozen.chain, x.shape[-1], codec)
     if abi.MATRIX in steps.kinds:
-        raise NoNativeForm("a random orthogonal rotation")
+        raise NoNativeFormError("a random orthogonal rotation")
     x = x if x.stride(-1) == 1 else x.contiguous()
     blocks, heads, tokens, head_dim = x.shape
     parts = {

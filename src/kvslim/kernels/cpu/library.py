@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,15 +30,16 @@ class Library:
     isa : str
         ``avx512``, ``avx2`` or ``portable``.
     path : Path
-    attend, encode : ctypes functions
+    attend, encode : callable
+        (address of an abi.Attend or abi.Encode, threads) -> 0, or 1 if memory ran out.
     threads : str
         Whose threads it runs on.
     """
 
     isa: str
     path: Path
-    attend: ctypes._CFuncPtr
-    encode: ctypes._CFuncPtr
+    attend: Callable[[int, int], int]
+    encode: Callable[[int, int], int]
     threads: str
 
 

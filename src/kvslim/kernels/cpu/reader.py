@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvslim.codecs.base import Codec
 from kvslim.kernels.cpu import abi
-from kvslim.kernels.cpu.chain import NoNativeForm, Steps, native_steps
+from kvslim.kernels.cpu.chain import NoNativeFormError
 from kvslim.kernels.cpu.library import Library
 from kvslim.layout import PackedLayout, part_nbytes
-from kvslim.transforms.base import Chain
 
 _MAX_WIDTH = 1024  # MAX_DIM of native/rows.h
 # multiplications below which a call stays on one thread: about 0.1 ms, what waking another one may cost
@@ -31,7 +29,7 @@ class Reader:
 
     Raises
     ------
-    NoNativeForm
+    NoNativeFormError
         A layout is wider than the kernels go.
     """
 
@@ -42,9 +40,7 @@ class Reader:
         for side, layout in zip(self._sides, layouts, strict=True):
             _describe(side, layout, kv_heads)
 
-    def point_at_pool(
-        self, slabs: Sequence[Mapping[str, Mapping[str, torch.Tensor]]], starts: Sequence[int]
-    ) -> None:
+    def point_at_pool(self, slabs: Sequence[Mapping[str, Mapping[str, torch.Tensor]]], starts: Sequence[int]) -> None:
         """Take the addresses of the pool's slabs; needed again whenever the pool has grown."""
         first = (ctypes.c_int64 * max(1, len(starts)))(*starts)
         self._kept = [first]
@@ -110,16 +106,11 @@ class Reader:
         return out.transpose(1, 2)
 
 
-def row_steps(chains: tuple[Chain, Chain], head_dims: tuple[int, int], codecs: tuple[Codec, Codec]) -> list[Steps]:
-    """Chains of K and V in native form; raises NoNativeForm."""
-    return [native_steps(*each) for each in zip(chains, head_dims, codecs, strict=True)]
-
-
 def _describe(side: abi.Side, layout: PackedLayout, kv_heads: int) -> None:
     side.head_dim, side.block, side.segments = layout.head_dim, layout.block, len(layout.segments)
     side.width = sum(segment.width for segment in layout.segments)
     if max(side.width, side.head_dim) > _MAX_WIDTH:
-        raise NoNativeForm(f"head_dim={layout.head_dim}: the kernels go to {_MAX_WIDTH} stored channels")
+        raise NoNativeFormError(f"head_dim={layout.head_dim}: the kernels go to {_MAX_WIDTH} stored channels")
     for target, segment in zip(side.segment, layout.segments, strict=False):
         target.width, target.bits, target.group = segment.width, segment.bits, segment.group
     for part in layout.parts:
