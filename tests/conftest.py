@@ -1,6 +1,7 @@
-"""Models that several test files share: a tiny one made here, and real ones that fetch and unpack themselves."""
+"""What several test files share: a tiny model made here, real ones that fetch and unpack themselves, the command."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvslim.cli import main
 from kvslim.integrations.transformers.loading import LoadedModel, load_model
 
 _REAL = {"qwen05b", "gemma270m"}
@@ -70,3 +72,34 @@ def qwen05b() -> LoadedModel:
 def gemma270m() -> LoadedModel:
     """Gemma 3 270M in fp32 on kvslim's attention; a test that changes it changes it back."""
     return _load("gemma270m")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command in this process: `run(*arguments, stdin="")` gives exit code, standard output, standard error."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvslim", *arguments])
+        monkeypatch.setattr(sys, "stdin", Pipe(stdin))
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        output = capsys.readouterr()
+        return stopped.value.code, output.out, output.err
+
+    return call
+
+
+class Pipe:
+    """Standard input with some text in it."""
+
+    def __init__(self, text: str):
+        self.lines = text.splitlines(keepends=True)
+
+    def isatty(self) -> bool:
+        return False
+
+    def read(self) -> str:
+        return "".join(self.lines)
+
+    def readline(self) -> str:
+        return self.lines.pop(0) if self.lines else ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvslim.cli import options
+from kvslim.cli.command import command_of
 
 if TYPE_CHECKING:
     from kvslim.eval.quality import Quality
@@ -23,6 +24,7 @@ def _verbs() -> None:
 
 @app.command()
 def quality(
+    run: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
     text: Annotated[
@@ -57,7 +59,8 @@ def quality(
     with progress_bar("measuring", total_tokens(protocol, len(recipes))) as advance:
         rows = measure_quality(loaded.model, ids, recipes, protocol, shelf=Shelf(), on_tokens=advance)
     if as_json:
-        typer.echo(json.dumps(result(loaded.name, content, len(ids), protocol, rows)))
+        found = result(loaded.name, content, len(ids), protocol, rows)
+        typer.echo(json.dumps({"kind": "quality", **found, "command": command_of(run)}))
     else:
         _show(loaded.name, f"{content.name}, {prefixes} x ({prefill} + {score}) tokens", rows)
 
