@@ -10,6 +10,7 @@ import typer
 
 from kvslim.cli import options
 from kvslim.cli.command import command_of
+from kvslim.errors import InputError
 
 if TYPE_CHECKING:
     from kvslim.eval.quality import Quality
@@ -30,6 +31,9 @@ def quality(
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text file; by default the documentation inside Python.")
     ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="A known text from the hub instead: wikitext.")
+    ] = None,
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Tokens stored in one pass.")] = 1024,
     score: Annotated[int, typer.Option("--score", min=1, help="Tokens scored after them.")] = 512,
     chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens per pass while scoring.")] = 32,
@@ -47,9 +51,13 @@ def quality(
     next-token distribution, agreement on the first token, perplexity, and the bytes held. Rank by KL and top-1.
     """
     from kvslim.cli.compare import progress_bar, read_recipes
+    from kvslim.eval.dataset import load_dataset
     from kvslim.eval.text import load_text
 
-    recipes, content = read_recipes(recipe), load_text(text)
+    if text is not None and dataset is not None:
+        raise InputError("--text and --dataset are both given; give one")
+    recipes = read_recipes(recipe)
+    content = load_text(text) if dataset is None else load_dataset(dataset)
     from kvslim.eval.quality import Protocol, Shelf, measure_quality, result, tokenize, total_tokens
     from kvslim.integrations.transformers.loading import load_model
 
