@@ -8,7 +8,8 @@ from transformers import BertConfig, T5Config
 
 import kvslim
 from kvslim.errors import InputError, RecipeError, UnsupportedModelError
-from kvslim.eval.plan import Memory, Plan, ask, default_feed
+from kvslim.eval.budget import Memory, ask, default_feed
+from kvslim.eval.plan import Plan
 from kvslim.integrations.transformers import compat
 from kvslim.integrations.transformers.loading import load_config
 from kvslim.integrations.transformers.shapes import Parameters, model_shape, plain_shape

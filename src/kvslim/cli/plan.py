@@ -16,7 +16,7 @@ from kvslim.errors import InputError, did_you_mean
 from kvslim.presets import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from kvslim.eval.plan import Memory, Planned
+    from kvslim.eval.budget import Memory, Planned
     from kvslim.integrations.transformers.shapes import ModelShape
     from kvslim.store.sizes import Feed
 
@@ -53,7 +53,7 @@ def plan(
     from kvslim.cli.compare import read_recipes
 
     recipes, budget = read_recipes(recipe), None if memory is None else parse_size(memory, "--memory")
-    from kvslim.eval.plan import Memory, ask, default_feed, result
+    from kvslim.eval.budget import Memory, ask, default_feed, result
     from kvslim.store.sizes import Feed
 
     shape = _shape(model, (layers, kv_heads, head_dim, value_head_dim), weights, dtype)

@@ -1,4 +1,4 @@
-"""Plan: what fits in memory. Bytes of a cache from shapes alone, and the longest context that leaves them room.
+"""Plan: bytes of a cache from shapes alone, and the longest context that fits into so many.
 
 Counted as `KVCache.report` counts: blocks with the unused ones of their slabs, exact slots, parameters frozen per
 layer and sequence, and the layers that stay with transformers. Activations come on top and are not counted.
@@ -6,7 +6,6 @@ layer and sequence, and the layers that stay with transformers. Activations come
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from kvslim.cache import DTYPE_NAMES, build_packers, exact_dtype
 from kvslim.codecs.side import Frozen, SidePacker, shared_table
 from kvslim.errors import InputError
-from kvslim.integrations.transformers.shapes import WEIGHTS, LayerShape, ModelShape
+from kvslim.integrations.transformers.shapes import LayerShape, ModelShape
 from kvslim.layout import block_nbytes
 from kvslim.recipe import Recipe, Side
 from kvslim.store.layer import exact_slots
@@ -228,147 +227,3 @@ def _values(layer: LayerShape, feed: Feed) -> int:
     """Numbers that a plain cache shows for the layer's tokens."""
     tokens = feed.context if layer.window is None else min(feed.context, layer.window - 1)
     return feed.batch * tokens * layer.kv_heads * (layer.key_dim + layer.value_dim)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What was asked about one recipe.
-
-    Attributes
-    ----------
-    recipe : str
-    size : Size
-        Once the asked context is in.
-    decoding_nbytes : int
-        The same, where the last token came alone: sliding layers have then let go of the prompt.
-    most_nbytes : int
-        At the fullest moment on the way there.
-    longest : int or None
-        Tokens per sequence that fit in memory; None if no memory was named.
-    curve : tuple of (int, int)
-        Context and most bytes, at powers of two and at the asked context.
-    """
-
-    recipe: str
-    size: Size
-    decoding_nbytes: int
-    most_nbytes: int
-    longest: int | None
-    curve: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, plan: Plan, feed: Feed, room_nbytes: int | None) -> Planned:
-        """Ask `plan` about a context and, if there is one, about a memory."""
-        longest = None if room_nbytes is None else plan.longest(room_nbytes, feed)
-        contexts = {1 << power for power in range(8, feed.context.bit_length())} | {feed.context}
-        curve = tuple(
-            (context, plan.most(replace(feed, context=context)))
-            for context in sorted(contexts)
-            if context > feed.new_tokens
-        )
-        alone = replace(feed, new_tokens=max(feed.new_tokens, min(1, feed.context - 1)))
-        return cls(plan.name, plan.size(feed), plan.size(alone).nbytes, plan.most(feed), longest, curve)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, keys with their units."""
-        curve = [{"context": context, "nbytes": nbytes} for context, nbytes in self.curve]
-        return {
-            "recipe": self.recipe,
-            **self.size.to_dict(),
-            "decoding_nbytes": self.decoding_nbytes,
-            "most_nbytes": self.most_nbytes,
-            "longest_context": self.longest,
-            "curve": curve,
-        }
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Room for weights and cache.
-
-    Attributes
-    ----------
-    nbytes, weights_nbytes : int
-    """
-
-    nbytes: int
-    weights_nbytes: int
-
-    @classmethod
-    def of(cls, nbytes: int, shape: ModelShape, weights: str) -> Memory:
-        """Take the weights out of a memory; without a model there are none.
-
-        Raises
-        ------
-        InputError
-            They do not fit.
-        """
-        held = 0 if shape.parameters is None else shape.parameters.nbytes(weights)
-        if held >= nbytes:
-            smaller = "" if weights == WEIGHTS[-1] else f", or pack them with --weights {WEIGHTS[-1]}"
-            raise InputError(
-                f"the {weights} weights of {shape.name} take {held:,} bytes, and the memory has {nbytes:,}: no room "
-                f"for a cache; name more memory{smaller}"
-            )
-        return cls(nbytes, held)
-
-    @property
-    def room_nbytes(self) -> int:
-        """What is left for the cache."""
-        return self.nbytes - self.weights_nbytes
-
-
-def default_feed(shape: ModelShape, feed: Feed, memory: Memory | None) -> Feed:
-    """Return `feed` up to the model's own context, or else up to what 16 bits fit in memory.
-
-    Raises
-    ------
-    InputError
-        There is neither a model nor a memory, or not even the shortest context fits.
-    """
-    context = shape.context
-    if context is None:
-        if memory is None:
-            raise InputError("how long a context? without a model, give --context or --memory")
-        context = Plan(shape, None).longest(memory.room_nbytes, feed)
-        if not context:
-            raise InputError(
-                f"{memory.room_nbytes:,} bytes hold not even {feed.context} tokens of {shape.name} at 16 bits; name "
-                "more memory, or give --context to see what it takes"
-            )
-    return replace(feed, context=context)
-
-
-def ask(shape: ModelShape, recipes: Iterable[Recipe], feed: Feed, memory: Memory | None) -> list[Planned]:
-    """Plan for the 16-bit cache and for each recipe.
-
-    Raises
-    ------
-    InputError
-        The context is past the model's, or a recipe does not fit the model.
-    """
-    if shape.context is not None and feed.context > shape.context:
-        raise InputError(
-            f"a context of {feed.context:,} tokens is past the {shape.context:,} that {shape.name} was made for; ask "
-            "for fewer"
-        )
-    room = None if memory is None else memory.room_nbytes
-    return [Planned.of(Plan(shape, recipe), feed, room) for recipe in (None, *recipes)]
-
-
-def result(shape: ModelShape, feed: Feed, weights: str, memory: Memory | None, rows: list[Planned]) -> dict[str, Any]:
-    """All of an answer as plain values."""
-    parameters = shape.parameters
-    return {
-        "kind": "plan",
-        "model": shape.name,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "context_limit": shape.context,
-        "layers": [asdict(layer) for layer in shape.layers],
-        **asdict(feed),
-        "weights": None
-        if parameters is None
-        else {"kind": weights, **asdict(parameters), "nbytes": parameters.nbytes(weights)},
-        "memory_nbytes": None if memory is None else memory.nbytes,
-        "rows": [row.to_dict() for row in rows],
-    }
