@@ -51,10 +51,16 @@ NEEDLE = {
     ],
 }
 BENCH = {
-    "kind": "bench-decode",
     "model": "small",
     "rows": [
-        {"cache": cache, "context": context, "batch": batch, "decode_tokens_per_s": speed, "peak_nbytes": 5 << 20}
+        {
+            "kind": "bench-decode",
+            "cache": cache,
+            "context": context,
+            "batch": batch,
+            "decode_tokens_per_s": speed,
+            "peak_nbytes": 5 << 20,
+        }
         for cache, speed in (("16 bit", 9.5), ("slim4", 7.25), ("withheld", None))
         for context in (256, 1024)
         for batch in (1, 4)
@@ -176,6 +182,16 @@ def test_later_files_win_and_columns_without_numbers_are_left_out(files, tmp_pat
     table = sheets(read_sources([files[0], tmp_path / "newer.json"]))[0]
     assert table.headings == ("recipe", "bits held", "bits packed", "KL", "top-1")
     assert [row[3] for row in table.rows] == ["0.50000", "0.00100", "0.20000", "0.00000"]
+
+
+def test_two_runs_of_a_benchmark_are_two_figures(files):
+    pictures = draw(read_sources([files[3], files[3]]))
+    assert [picture.name for picture in pictures] == [
+        "decode-small-batch1",
+        "decode-small-batch4",
+        "decode-small-batch1-2",
+        "decode-small-batch4-2",
+    ]
 
 
 BAD = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,18 @@ def draw(sources: Iterable[Source]) -> list[Picture]:
     """
     found = list(sources)
     with _style():
-        return [
+        pictures = [
             *(_pareto(model, rows) for model, rows in by_model(found, "quality").items()),
             *(_memory(model, rows) for model, rows in by_model(found, "plan").items()),
             *(picture for source in found if source.kind == "needle" for picture in _needles(source)),
             *(picture for source in found if source.kind == "bench-decode" for picture in _speeds(source)),
         ]
+    names = Counter[str]()
+    for index, picture in enumerate(pictures):  # two runs of a benchmark are two figures
+        names[picture.name] += 1
+        if names[picture.name] > 1:
+            pictures[index] = replace(picture, name=f"{picture.name}-{names[picture.name]}")
+    return pictures
 
 
 @contextmanager

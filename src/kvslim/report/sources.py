@@ -72,6 +72,7 @@ def by_model(sources: Iterable[Source], kind: str) -> dict[str, dict[str, Row]]:
 
 
 def _read(path: Path) -> Source:
+    """Read one file. Its kind stands at the top or in each row; early files of `eval quality` name none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -81,7 +82,7 @@ def _read(path: Path) -> Source:
     rows = data.get("rows") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{path} has no 'rows' of results; give files printed by {_VERBS}")
-    kind = data.get("kind") or ("quality" if "kl_mean" in rows[0] else "none")  # old files of `eval quality` name none
+    kind = data.get("kind") or rows[0].get("kind") or ("quality" if "kl_mean" in rows[0] else "none")
     if kind not in KINDS:
         raise InputError(f"{path} holds results of kind '{kind}'; a report can show {', '.join(KINDS)}")
     for number, row in enumerate(rows, 1):
