@@ -70,7 +70,8 @@ TOOLS = {"kind": "tools", "model": "small", "rows": [{"recipe": "slim4", "valid"
 DRIFT = {"kind": "drift", "model": "small", "summary": [{"recipe": "slim3", "first": 17}], "rows": [{"recipe": "x"}]}
 ALL = {"quality": QUALITY, "plan": PLAN, "needle": NEEDLE, "bench": BENCH, "tools": TOOLS, "drift": DRIFT}
 FIGURES = [
-    "quality-small-model-1-",
+    "quality-small-model-1--held",
+    "quality-small-model-1--packed",
     "plan-small",
     "needle-small-single",
     "needle-small-multi",
@@ -138,6 +139,8 @@ def test_every_recipe_is_a_labelled_point_and_those_that_nothing_beats_are_joine
     assert {label.get_text() for label in axes.texts} == set(KL)
     front = axes.lines[0].get_xydata()[:, 0]
     assert [float(bits) for bits in front] == [4.5, 8.1, 16.0], "int4 is beaten by slim4 in both"
+    packed = draw(read_sources(files[:1]))[1].figure.axes[0]
+    assert packed.lines[0].get_xydata()[0, 0] == pytest.approx(4.3)
     lowest = min(line.get_ydata()[0] for line in axes.lines[1:])
     assert 0 < lowest < 0.001, "what is exact stands at the foot of a logarithmic axis"
 

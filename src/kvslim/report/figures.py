@@ -15,6 +15,10 @@ from kvslim.errors import InputError
 from kvslim.report.sources import Source, by_model
 
 _INK = "#1a2b3c"  # text and axes; in the page it gives way to the colour of the text around it
+_BITS = (  # name, key, label
+    ("held", "bits_per_value", "bits per value, everything held"),
+    ("packed", "bits_per_value_packed", "bits per value, sealed blocks alone"),
+)
 _LINES = ("-", "--", ":", "-.")  # after ten colours
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "kvslim",
@@ -81,7 +85,7 @@ def draw(sources: Iterable[Source]) -> list[Picture]:
     found = list(sources)
     with _style():
         pictures = [
-            *(_pareto(model, rows) for model, rows in by_model(found, "quality").items()),
+            *(one for model, rows in by_model(found, "quality").items() for one in _paretos(model, rows)),
             *(_memory(model, rows) for model, rows in by_model(found, "plan").items()),
             *(picture for source in found if source.kind == "needle" for picture in _needles(source)),
             *(picture for source in found if source.kind == "bench-decode" for picture in _speeds(source)),
@@ -122,26 +126,27 @@ def _line(index: int) -> dict[str, Any]:
     return {"color": f"C{index % 10}", "linestyle": _LINES[index // 10 % len(_LINES)], "marker": "o", "markersize": 3.5}
 
 
-def _pareto(model: str, rows: dict[str, dict[str, Any]]) -> Picture:
-    """Bits against divergence. What is exact has no place on a logarithmic axis and stands at its foot."""
+def _paretos(model: str, rows: dict[str, dict[str, Any]]) -> Iterator[Picture]:
+    """Bits against divergence, counted in two ways: a short context or a window layer hides what packing does."""
+    for name, key, axis in _BITS:
+        caption = f"{model}: KL against bits {name}; lower and further left is better, the best stand in blue"
+        yield Picture("quality", _slug(f"quality-{model}-{name}"), caption, _pareto(rows, key, axis))
+
+
+def _pareto(rows: dict[str, dict[str, Any]], key: str, axis: str) -> Any:
+    """One of them. What is exact has no place on a logarithmic axis and stands at its foot."""
     figure, axes = _axes()
-    positive = [row["kl_mean"] for row in rows.values() if row["kl_mean"] > 0]
-    foot = min(positive, default=1e-6) / 3
-    points = {name: (row["bits_per_value"], max(row["kl_mean"], foot)) for name, row in rows.items()}
+    foot = min((row["kl_mean"] for row in rows.values() if row["kl_mean"] > 0), default=1e-6) / 3
+    points = {name: (row[key], max(row["kl_mean"], foot)) for name, row in rows.items()}
     front = [name for name in points if not any(_beats(other, points[name]) for other in points.values())]
     ordered = sorted(points[name] for name in front)
-    axes.set(yscale="log", xlabel="bits per value, everything held", ylabel="KL to 16 bits, nats per token")
+    axes.set(yscale="log", xlabel=axis, ylabel="KL to 16 bits, nats per token")
     axes.step(*zip(*ordered, strict=True), where="post", color="C0", alpha=0.5, linewidth=1)
     for name, point in points.items():
         axes.plot(*point, "o", markersize=5, color="C0" if name in front else "C1", gid=f"point-{name}")
     axes.margins(x=0.15, y=0.12)
     _label(figure, axes, points)
-    return Picture(
-        "quality",
-        _slug(f"quality-{model}"),
-        f"{model}: lower and further left is better; the best stand in blue",
-        figure,
-    )
+    return figure
 
 
 def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
