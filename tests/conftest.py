@@ -1,6 +1,7 @@
-"""Models that several test files share: a tiny one made here, and real ones that fetch and unpack themselves."""
+"""What several test files share: a tiny model made here, real ones that fetch and unpack themselves, the command."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvslim.cli import main
 from kvslim.integrations.transformers.loading import LoadedModel, load_model
 from kvslim.kernels.cpu import library
 from kvslim.kernels.cpu.build import isas
@@ -91,3 +93,34 @@ def native_kernels(request) -> Iterator[library.Library]:
     library.use(request.param)
     yield library.native()
     library.use("")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command in this process: `run(*arguments, stdin="")` gives exit code, standard output, standard error."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvslim", *arguments])
+        monkeypatch.setattr(sys, "stdin", Pipe(stdin))
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        output = capsys.readouterr()
+        return stopped.value.code, output.out, output.err
+
+    return call
+
+
+class Pipe:
+    """Standard input with some text in it."""
+
+    def __init__(self, text: str):
+        self.lines = text.splitlines(keepends=True)
+
+    def isatty(self) -> bool:
+        return False
+
+    def read(self) -> str:
+        return "".join(self.lines)
+
+    def readline(self) -> str:
+        return self.lines.pop(0) if self.lines else ""

@@ -7,40 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvslim.cli import main
+from conftest import Pipe
+from kvslim.cli.app import VERBS
 from kvslim.models import MODELS
 from kvslim.presets import PRESETS
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command in this process: `run(*arguments, stdin="")` gives exit code, standard output, standard error."""
-
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvslim", *arguments])
-        monkeypatch.setattr(sys, "stdin", _Pipe(stdin))
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        output = capsys.readouterr()
-        return stopped.value.code, output.out, output.err
-
-    return call
-
-
-class _Pipe:
-    """Standard input with some text in it."""
-
-    def __init__(self, text: str):
-        self.lines = text.splitlines(keepends=True)
-
-    def isatty(self) -> bool:
-        return False
-
-    def read(self) -> str:
-        return "".join(self.lines)
-
-    def readline(self) -> str:
-        return self.lines.pop(0) if self.lines else ""
 
 
 def test_help_loads_neither_torch_nor_transformers():
@@ -52,7 +22,7 @@ def test_help_loads_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "LOADED set()" in done.stdout
-    for verb in ("demo", "generate", "chat", "eval", "recipes", "doctor"):
+    for verb in VERBS:
         assert verb in done.stdout
 
 
@@ -197,7 +167,7 @@ def _written(path: Path, content: bytes) -> Path:
 
 
 def test_a_terminal_without_a_prompt_is_not_waited_for(run, monkeypatch):
-    monkeypatch.setattr(_Pipe, "isatty", lambda self: True)
+    monkeypatch.setattr(Pipe, "isatty", lambda self: True)
     code, _, err = run("generate")
     assert code == 2
     assert "no prompt" in err

@@ -24,6 +24,7 @@ ORDER = (
     {"eval"},
     {"bench"},
     {"tune"},
+    {"report"},
     {"serve"},
     {"cli"},
 )

@@ -248,6 +248,11 @@ def test_the_verb_prints_json(run, tmp_path):
     assert [row["recipe"] for row in data["rows"]] == ["int8", "int4+sinks=8"]
     assert data["text"]["name"] == "some.txt"
     assert data["text"]["tokens"] == 350
+    assert data["kind"] == "quality"
+    assert data["command"] == (
+        "kvslim eval quality --recipe 'int8, int4+sinks=8' --text some.txt --prefill 96 --score 48 --chunk 16 "
+        "--prefixes 2 --json"
+    )
     assert len(list((tmp_path / "baselines").iterdir())) == 2
 
 

@@ -172,7 +172,7 @@ class LayerCache:
 
     def _build(self, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
         packers = build_packers(self.recipe, self.layer, (key.shape[-1], value.shape[-1]), DTYPE_NAMES[key.dtype])
-        dtypes = [self._exact_dtype(packer, key.dtype) for packer in packers]
+        dtypes = [exact_dtype(self.recipe, packer, key.dtype) for packer in packers]
         return LayerStore(
             packers,
             self.table,
@@ -185,12 +185,6 @@ class LayerCache:
             device=key.device,
             prior=self.prior,
         )
-
-    def _exact_dtype(self, packer: SidePacker, model_dtype: torch.dtype) -> torch.dtype:
-        if self.recipe.exact != "auto":
-            return STORAGE[self.recipe.exact]
-        narrow = model_dtype == torch.float32 and not isinstance(packer.codec, NoneCodec)
-        return torch.float16 if narrow else model_dtype
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if self.pending is not None:
@@ -303,6 +297,14 @@ def build_packers(
                 "drop 'immediate' or use a codec with token scales"
             )
     return key, value
+
+
+def exact_dtype(recipe: Recipe, packer: SidePacker, model_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the exact tokens of one side."""
+    if recipe.exact != "auto":
+        return STORAGE[recipe.exact]
+    narrow = model_dtype == torch.float32 and not isinstance(packer.codec, NoneCodec)
+    return torch.float16 if narrow else model_dtype
 
 
 def real_columns(mask: torch.Tensor | None, chunk: int) -> torch.Tensor | None:

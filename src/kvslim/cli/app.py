@@ -15,6 +15,8 @@ VERBS = {
     "generate": "kvslim.cli.generate:generate",
     "chat": "kvslim.cli.chat:chat",
     "eval": "kvslim.cli.eval:app",
+    "plan": "kvslim.cli.plan:plan",
+    "report": "kvslim.cli.report:report",
     "calibrate": "kvslim.cli.calibrate:calibrate",
     "recipes": "kvslim.cli.recipes:recipes",
     "doctor": "kvslim.cli.doctor:doctor",

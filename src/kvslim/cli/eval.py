@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvslim.cli import options
+from kvslim.cli.command import command_of
+from kvslim.errors import InputError
 
 if TYPE_CHECKING:
     from kvslim.eval.quality import Quality
@@ -23,10 +25,14 @@ def _verbs() -> None:
 
 @app.command()
 def quality(
+    run: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text file; by default the documentation inside Python.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="A known text from the hub instead: wikitext.")
     ] = None,
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Tokens stored in one pass.")] = 1024,
     score: Annotated[int, typer.Option("--score", min=1, help="Tokens scored after them.")] = 512,
@@ -45,9 +51,13 @@ def quality(
     next-token distribution, agreement on the first token, perplexity, and the bytes held. Rank by KL and top-1.
     """
     from kvslim.cli.compare import progress_bar, read_recipes
+    from kvslim.eval.dataset import load_dataset
     from kvslim.eval.text import load_text
 
-    recipes, content = read_recipes(recipe), load_text(text)
+    if text is not None and dataset is not None:
+        raise InputError("--text and --dataset are both given; give one")
+    recipes = read_recipes(recipe)
+    content = load_text(text) if dataset is None else load_dataset(dataset)
     from kvslim.eval.quality import Protocol, Shelf, measure_quality, result, tokenize, total_tokens
     from kvslim.integrations.transformers.loading import load_model
 
@@ -57,7 +67,8 @@ def quality(
     with progress_bar("measuring", total_tokens(protocol, len(recipes))) as advance:
         rows = measure_quality(loaded.model, ids, recipes, protocol, shelf=Shelf(), on_tokens=advance)
     if as_json:
-        typer.echo(json.dumps(result(loaded.name, content, len(ids), protocol, rows)))
+        found = result(loaded.name, content, len(ids), protocol, rows)
+        typer.echo(json.dumps({"kind": "quality", **found, "command": command_of(run)}))
     else:
         _show(loaded.name, f"{content.name}, {prefixes} x ({prefill} + {score}) tokens", rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -75,15 +76,21 @@ class SidePacker:
     def freeze(self, sample: Sample) -> Frozen:
         """Fit the transforms on `sample`, and the query metric where the codec feeds rounding errors back."""
         chain = fit_chain(self.transforms, sample)
-        table = self.codec.table()
         moment = None
         if self.codec.needs_queries and sample.moment is not None:
             moment = compact(map_moment(chain, mixed_moment(sample)))
-        return Frozen(chain, None if table is None else table.to(sample.x.device), moment)
+        return Frozen(chain, shared_table(self.codec, sample.x.device), moment)
 
     def encode(self, x: torch.Tensor, frozen: Frozen, starts: torch.Tensor | None = None) -> PackedBlock:
         """Encode tokens of shape (blocks, kv_heads, tokens, head_dim), fp32, as the model made them."""
         return PackedBlock(self.layout, self.codec.encode(frozen.chain.forward(x, starts), frozen.factor()))
+
+
+@lru_cache(maxsize=64)
+def shared_table(codec: Codec, device: torch.device) -> torch.Tensor | None:
+    """TABLE of a codec, one copy a process and device: layers and sequences must not each hold their own."""
+    table = codec.table()
+    return None if table is None else table.to(device)
 
 
 def prior_use(side: Side) -> str:

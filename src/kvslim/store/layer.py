@@ -8,7 +8,7 @@ slice and a decode step copies one token. Padding is never stored: a row remembe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,6 +87,16 @@ class RowView:
     origin: int = 0
 
 
+def exact_slots(sinks: int, recent: int, block: int, immediate: bool) -> int:
+    """Exact slots per row."""
+    return sinks + (0 if immediate else recent + block)
+
+
+def sealable(tokens: int, recent: int, block: int, immediate: bool) -> int:
+    """How many of so many tokens after the sinks go into blocks."""
+    return tokens if immediate else max(0, tokens - recent) // block * block
+
+
 class LayerStore:
     """Tokens of one layer for all sequences of a cache.
 
@@ -148,23 +158,26 @@ class LayerStore:
     @property
     def slots(self) -> int:
         """Exact slots per row."""
-        return self.sinks + (0 if self.immediate else self.recent + self.block)
+        return exact_slots(self.sinks, self.recent, self.block, self.immediate)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor this layer keeps alive."""
         yield from (self.key, self.value)
         yield from self.pool.tensors()
-        for frozen in {id(f): f for row in self.rows for f in row.frozen or ()}.values():
-            yield from frozen.tensors().values()
+        yield from self._parameters()
         yield from (row.moment for row in self.rows if row.moment is not None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of `tensors`."""
         own = self.key.nbytes + self.value.nbytes + self.pool.nbytes
-        for frozen in {id(f): f for row in self.rows for f in row.frozen or ()}.values():
-            own += sum(tensor.nbytes for tensor in frozen.tensors().values())
+        own += sum(tensor.nbytes for tensor in self._parameters())
         return own + sum(row.moment.nbytes for row in self.rows if row.moment is not None)
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        """Frozen tensors, each once: forks share all of them, sequences their code tables."""
+        frozen = {id(side): side for row in self.rows for side in row.frozen or ()}.values()
+        return {id(tensor): tensor for side in frozen for tensor in side.tensors().values()}.values()
 
     def view(self, index: int) -> RowView:
         """Return what attention reads of sequence `index`."""
@@ -255,7 +268,7 @@ class LayerStore:
             row.sinks += first
             k, v = k[:, first:], v[:, first:]
         total = row.tail + k.shape[1]
-        seal = total if self.immediate else max(0, total - self.recent) // self.block * self.block
+        seal = sealable(total, self.recent, self.block, self.immediate)
         if not seal:
             self._write_exact(index, row.sinks + row.tail, k, v)
             row.tail = total

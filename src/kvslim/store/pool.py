@@ -11,6 +11,12 @@ from kvslim.layout import STORAGE, PackedBlock, PackedLayout, block_nbytes
 _LARGEST_GROWTH = 64  # blocks; a slab that follows growth one block at a time stays under 1/16 of the pool
 
 
+def grown(capacity: int, blocks: int) -> int:
+    """Blocks that a pool of `capacity` has once it has made room for `blocks`."""
+    missing = blocks - capacity
+    return capacity if missing <= 0 else capacity + max(missing, min(capacity // 16, _LARGEST_GROWTH))
+
+
 class Pool:
     """Part tensors of K and V, by block id.
 
@@ -43,10 +49,9 @@ class Pool:
 
     def reserve(self, blocks: int) -> None:
         """Make room for block ids below `blocks`."""
-        missing = blocks - self.capacity
-        if missing <= 0:
+        if blocks <= self.capacity:
             return
-        count = max(missing, min(self.capacity // 16, _LARGEST_GROWTH))
+        count = grown(self.capacity, blocks) - self.capacity
         slab = {
             side: {
                 part.name: torch.zeros(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,26 @@ def framework_layer(kind: str, arguments: dict[str, Any]) -> Any:
         known = ", ".join(DYNAMIC_LAYER_TYPE_MAPPING)
         raise UnsupportedModelError(f"layer kind '{kind}' is unknown to this transformers; it knows {known}")
     return DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
+
+
+def shape_config(config: Any) -> Any:
+    """Copy of a config whose model runs on tensors without data, on implementations that never look at values."""
+    copied = copy.deepcopy(config)
+    for each in (copied, copied.get_text_config(decoder=True)):
+        each._attn_implementation, each._experts_implementation = "eager", "batched_mm"
+    return copied
+
+
+def linear_states(layer: Any) -> list[torch.Tensor]:
+    """Convolution and recurrent states of the framework's own `layer`; empty where it is not a linear one."""
+    groups = (getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states"))
+    return [state for group in groups for state in group.values() if state is not None]
+
+
+def rotary_share(config: Any) -> float:
+    """Share of a head's channels that rotary positions turn."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
 
 
 def check_head_dim(recipe: Recipe, index: int, config: Any) -> None:

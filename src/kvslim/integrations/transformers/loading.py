@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from kvslim.errors import FetchError, InputError, KVSlimError, ModelFileError, did_you_mean
 from kvslim.integrations.transformers.conversion import convert, converted, first_line
 from kvslim.integrations.transformers.gguf_header import check_gguf
+from kvslim.integrations.transformers.known_configs import CONFIGS
 from kvslim.integrations.transformers.source import Source, find_source
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -91,7 +92,7 @@ def load_model(
         If an argument is not understood or needs a package that is missing.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    asked = _named_dtype(dtype)
+    asked = named_dtype(dtype)
     _check_weights(weights)
     found = find_source(source, models_dir=models_dir, progress=progress)
     if weights == "gguf" and found.gguf is None:
@@ -126,7 +127,30 @@ def load_model(
     return LoadedModel(model, tokenizer, found.name, source)
 
 
-def _named_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+def load_config(source: str) -> tuple[str, Any]:
+    """Name and config of a model, without its weights; a short name needs no file, a hub id only ``config.json``.
+
+    Raises
+    ------
+    ModelFileError, FetchError, InputError
+        As `load_model`.
+    """
+    if source in CONFIGS:
+        values = dict(CONFIGS[source])
+        return source, AutoConfig.for_model(values.pop("model_type"), **values)
+    found = find_source(source)
+    with _quiet_transformers(found), _named_errors(found):
+        if found.gguf is None or (folder := converted(found.gguf)):
+            place = found.place if found.gguf is None else str(folder)
+            return found.name, AutoConfig.from_pretrained(place, local_files_only=not found.is_hub)
+        _need(_GGUF_PACKAGES, f"{found.gguf.name} is a GGUF file, which")
+        check_gguf(found.gguf)
+        with Console(file=sys.stderr).status(f"reading the header of {found.gguf.name}"):
+            return found.name, AutoConfig.from_pretrained(found.place, gguf_file=found.gguf.name)
+
+
+def named_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The dtype of that name; None for ``auto``."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":

@@ -1,0 +1,1 @@
+"""Report: one HTML page out of the JSON that the other verbs print."""
