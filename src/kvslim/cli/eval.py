@@ -25,6 +25,7 @@ def _verbs() -> None:
 def quality(
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
+    against: options.Against = None,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text file; by default the documentation inside Python.")
     ] = None,
@@ -45,19 +46,20 @@ def quality(
     next-token distribution, agreement on the first token, perplexity, and the bytes held. Rank by KL and top-1.
     """
     from kvslim.cli.compare import progress_bar, read_recipes
+    from kvslim.eval.peers import read_peers
     from kvslim.eval.text import load_text
 
-    recipes, content = read_recipes(recipe), load_text(text)
+    recipes, peers, content = read_recipes(recipe), read_peers(against), load_text(text)
     from kvslim.eval.quality import Protocol, Shelf, measure_quality, result, tokenize, total_tokens
     from kvslim.integrations.transformers.loading import load_model
 
     protocol = Protocol(prefill, score, chunk, prefixes, offset_positions)
     loaded = load_model(model, weights=weights, dtype=dtype, device=device, models_dir=models_dir)
     ids = tokenize(loaded.tokenizer, content)
-    with progress_bar("measuring", total_tokens(protocol, len(recipes))) as advance:
-        rows = measure_quality(loaded.model, ids, recipes, protocol, shelf=Shelf(), on_tokens=advance)
+    with progress_bar("measuring", total_tokens(protocol, len(recipes) + len(peers))) as advance:
+        rows = measure_quality(loaded.model, ids, recipes, protocol, peers=peers, shelf=Shelf(), on_tokens=advance)
     if as_json:
-        typer.echo(json.dumps(result(loaded.name, content, len(ids), protocol, rows)))
+        typer.echo(json.dumps(result(loaded.name, content, len(ids), protocol, rows, peers)))
     else:
         _show(loaded.name, f"{content.name}, {prefixes} x ({prefill} + {score}) tokens", rows)
 

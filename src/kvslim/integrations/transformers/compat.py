@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationMixin
+from transformers import GenerationMixin, cache_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     DynamicLayer,
@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from kvslim.cache import build_packers
-from kvslim.errors import UnsupportedModelError
+from kvslim.errors import InputError, UnsupportedModelError
 from kvslim.recipe import Recipe
 
 OLDEST = "5.19"
@@ -129,6 +129,16 @@ def framework_layer(kind: str, arguments: dict[str, Any]) -> Any:
         known = ", ".join(DYNAMIC_LAYER_TYPE_MAPPING)
         raise UnsupportedModelError(f"layer kind '{kind}' is unknown to this transformers; it knows {known}")
     return DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
+
+
+def quantized_layer(backend: str, **arguments: int) -> Any:
+    """Build a layer of transformers' own `QuantizedCache`; `backend` is quanto, hqq or fp8."""
+    name = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}[backend]
+    if not hasattr(cache_utils, name):
+        raise InputError(
+            f"transformers {transformers.__version__} has no quantized cache '{backend}'; pip install -U transformers"
+        )
+    return getattr(cache_utils, name)(**arguments)
 
 
 def check_head_dim(recipe: Recipe, index: int, config: Any) -> None:

@@ -1,0 +1,25 @@
+"""Versions of what a result was made with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+
+import torch
+import transformers
+
+import kvslim
+from kvslim.eval.peers import Peer
+
+
+def versions(peers: Iterable[Peer] = ()) -> dict[str, str]:
+    """Package -> version; packages of peers only where one of them took part."""
+    packages = dict.fromkeys(peer.package for peer in peers if peer.package)
+    return {
+        "kvslim": kvslim.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in packages},
+    }
