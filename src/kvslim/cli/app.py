@@ -15,6 +15,7 @@ VERBS = {
     "generate": "kvslim.cli.generate:generate",
     "chat": "kvslim.cli.chat:chat",
     "eval": "kvslim.cli.eval:app",
+    "bench": "kvslim.cli.bench:app",
     "calibrate": "kvslim.cli.calibrate:calibrate",
     "recipes": "kvslim.cli.recipes:recipes",
     "doctor": "kvslim.cli.doctor:doctor",

@@ -42,19 +42,19 @@ class Contestant:
 
     @classmethod
     def baseline(cls) -> Contestant:
-        """transformers' DynamicCache."""
+        """Return transformers' DynamicCache."""
         return cls(BASELINE, lambda model: DynamicCache(config=model.config), exact=True)
 
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> Contestant:
-        """A packed cache."""
+        """Return a packed cache."""
         sides = (recipe.key, recipe.value, *(override.side for override in recipe.layers))
         exact = recipe.exact == "auto" and all(isinstance(build_codec(side), NoneCodec) for side in sides)
         return cls(recipe.label or str(recipe), lambda model: KVCache(model, recipe), compat.NAME, exact)
 
     @classmethod
     def of_peer(cls, peer: Peer) -> Contestant:
-        """A peer's cache."""
+        """Return a peer's cache."""
         return cls(peer.name, lambda model: PeerCache(model, peer))
 
 
@@ -82,7 +82,7 @@ class Held:
     @classmethod
     def of(cls, cache: Any) -> Held:
         """Count what `cache` holds."""
-        kernel, reason = "sdpa", ""
+        kernel, reason = "sdpa", f"transformers' {type(cache).__name__}"
         if isinstance(cache, KVCache):
             report = cache.report()
             layers, kernel, reason = list(report.layers), report.kernel, report.kernel_reason

@@ -1,7 +1,7 @@
 """Peers as data: quantized caches of other projects, which run on the same model, text and forward pass as recipes.
 
-A peer is a kind of layer. It stands where a packed layer would stand (`eval/peer_cache.py`), so that sliding layers stay
-with transformers for everyone alike; transformers' own `QuantizedCache` refuses models that have such layers.
+A peer is a kind of layer. It stands where a packed layer would stand (`eval/peer_cache.py`), so that sliding layers
+stay with transformers for everyone alike; transformers' own `QuantizedCache` refuses models that have such layers.
 """
 
 from __future__ import annotations

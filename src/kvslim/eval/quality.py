@@ -1,7 +1,7 @@
 """Quality of recipes by the protocol: divergence from the 16-bit cache, and the bytes it was bought with.
 
-Everything runs through `KVCache` and the registered attention function, as in `generate`; nothing is simulated. Peers go
-through the same forward pass: the attention function serves their plain tensors as sdpa does.
+Everything runs through `KVCache` and the registered attention function, as in `generate`; nothing is simulated. Peers
+go through the same forward pass: the attention function serves their plain tensors as sdpa does.
 """
 
 from __future__ import annotations

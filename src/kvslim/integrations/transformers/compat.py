@@ -175,6 +175,11 @@ def update_layer(
     return states, undo
 
 
+def is_linear(layer: Any) -> bool:
+    """Whether a cache layer keeps a state of linear attention, alone or beside keys and values."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
 def rollback_refusal(layer: Any, count: int) -> str:
     """Why the framework's own `layer` cannot give up `count` tokens, or ''."""
     if not getattr(layer, "is_croppable", False):

@@ -1,0 +1,26 @@
+"""The command that was run, to stand in a result: options as given, files and folders by their last name."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import typer
+
+
+def command_of(context: typer.Context) -> str:
+    """Rebuild the command line of a verb from what was given on it."""
+    words = ["kvslim", *context.command_path.split()[1:]]
+    for parameter in context.command.params:
+        name, value = parameter.name or "", context.params.get(parameter.name or "")
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        flag = max(parameter.opts, key=len)
+        if value is True:
+            words.append(flag)
+        else:
+            text = str(value)
+            words += [flag, Path(text).name if os.sep in text else text]
+    return shlex.join(words)
