@@ -32,9 +32,9 @@ class Entrant:
 
     def fill_with_text(self, ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
         """Feed ids of shape (batch, context), up to the first new token; returns its logits (batch, vocabulary)."""
-        with using_attention(self.model, self.contestant.attention), self.gauge.turn(fresh=True):
-            self.cache = self.contestant.new_cache(self.model)
-            with self.first.lap():
+        with using_attention(self.model, self.contestant.attention):
+            self.cache = self.contestant.new_cache(self.model)  # may calibrate the model, which is not the cache's cost
+            with self.gauge.turn(fresh=True), self.first.lap():
                 for start in range(0, ids.shape[1], chunk):
                     part = ids[:, start : start + chunk]
                     logits = feed_batch(self.model, self.cache, part, start, keep=1)[:, -1]
@@ -43,9 +43,10 @@ class Entrant:
 
     def fill_with(self, random_kv: RandomKV, context: int, batch: int) -> list[torch.Tensor]:
         """Write keys and values without running the model, so there are no logits to return."""
-        with using_attention(self.model, self.contestant.attention), self.gauge.turn(fresh=True):
+        with using_attention(self.model, self.contestant.attention):
             self.cache = self.contestant.new_cache(self.model)
-            random_kv.fill(self.cache, context, batch)
+            with self.gauge.turn(fresh=True):
+                random_kv.fill(self.cache, context, batch)
         return []
 
     def decode(self, ids: torch.Tensor, position: int, *, timed: bool = True) -> list[torch.Tensor]:

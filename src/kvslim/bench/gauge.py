@@ -59,10 +59,10 @@ class Gauge:
     @contextmanager
     def lap(self, *, timed: bool = True) -> Iterator[None]:
         """Take the time while entered, work on the GPU included; an untimed lap only waits for that."""
+        _wait(self.device)
         wall, cpu = time.perf_counter(), time.process_time()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        _wait(self.device)
         if timed:
             self.wall_s.append(time.perf_counter() - wall)
             self.cpu_s.append(time.process_time() - cpu)
@@ -78,6 +78,11 @@ class Gauge:
             self.wall_s * 2 if len(self.wall_s) == 1 else self.wall_s, method="inclusive"
         )
         return low, high
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _trim() -> None:
