@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import QuantizedCache
+from transformers.cache_utils import DynamicLayer, QuantizedCache
 from typer.testing import CliRunner
 
 from kvslim.cli.app import app
@@ -17,7 +17,7 @@ from kvslim.eval.contestants import Contestant, Held
 from kvslim.eval.forced import feed
 from kvslim.eval.ggml import GGMLLayer, dequantize, quantize
 from kvslim.eval.peer_cache import PeerCache
-from kvslim.eval.peers import PEERS, read_peers
+from kvslim.eval.peers import PEERS, Peer, read_peers
 from kvslim.eval.protocol import Protocol
 from kvslim.eval.quality import measure_quality
 from kvslim.integrations.transformers import loading
@@ -71,6 +71,17 @@ def test_a_peer_that_is_not_installed_is_refused_with_how_to_get_it(monkeypatch)
     with pytest.raises(InputError, match=r"'hf-hqq4' needs hqq, .* pip install 'kvslim\[peers\]'"):
         read_peers("hf-hqq4")
     assert [peer.name for peer in read_peers("hf-fp8, gguf-q4_0")] == ["hf-fp8", "gguf-q4_0"]
+
+
+def test_a_peer_that_cannot_hold_the_model_says_so(model, ids):
+    class Picky(DynamicLayer):
+        def update(self, *args, **kwargs):
+            raise ValueError("group size 64 must divide 32")
+
+    with pytest.raises(
+        InputError, match=r"peer 'picky' failed in layer 0 with ValueError: group size 64 must divide 32; "
+    ):
+        measure_quality(model, ids, [], SMALL, peers=[Peer("picky", "", Picky)])
 
 
 def test_no_peers_are_none():

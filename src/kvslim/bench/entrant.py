@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -68,6 +69,6 @@ class Entrant:
         try:
             found = run(self)
         except Exception as error:  # a foreign cache may fail in any way
-            self.error, self.cache = f"{type(error).__name__}: {error}", None
+            self.error, self.cache = f"{type(error).__name__}: {shorten(str(error), 200)}", None
             return
         self.check.add_all(expected, found)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from textwrap import shorten
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
+from kvslim.errors import InputError, KVSlimError
 from kvslim.eval.peers import Peer
 from kvslim.integrations.transformers import compat
 from kvslim.integrations.transformers.report import LayerReport, storage_nbytes
@@ -23,11 +25,12 @@ class PeerCache(Cache):
     Raises
     ------
     InputError
-        What the peer needs is not installed.
+        What the peer needs is not installed; later, that it cannot hold this model's keys.
     """
 
     def __init__(self, model: Any, peer: Peer):
         peer.check()
+        self.name = peer.name
         kinds = compat.layer_kinds(compat.text_config(model))
         self.reasons = {index: reason for index, (_, _, reason) in enumerate(kinds) if reason}
         self._widths: dict[int, int] = {}  # values per position, all sequences and heads
@@ -41,7 +44,15 @@ class PeerCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._widths[layer_idx] = (key_states.numel() + value_states.numel()) // key_states.shape[-2]
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        try:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except Exception as error:  # whatever a foreign layer raises
+            if layer_idx in self.reasons or isinstance(error, KVSlimError):
+                raise
+            raise InputError(
+                f"peer '{self.name}' failed in layer {layer_idx} with {type(error).__name__}: "
+                f"{shorten(str(error), 200)}; leave it out of --against"
+            ) from error
 
     def layer_reports(self) -> list[LayerReport]:
         """What each layer holds; a peer's recent tokens at full precision do not count as packed."""
