@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvslim.bench.decode import DecodeRow
 
 _COLUMNS = (
-    *("decode\ntok/s", "spread", "vs\n16 bit", "CPU ms\n/token", "first\ntoken s"),
+    *("decode\ntok/s", "spread", "vs\n16 bit", "CPU ms\n/token", "first\ns"),
     *("held\nMiB", "peak\nMiB", "KL", "largest\nbatch"),
 )
 
@@ -105,10 +105,12 @@ def _show(found: dict[str, Any], rows: list[DecodeRow]) -> None:
 
 
 def _table(title: str, rows: list[DecodeRow], *, with_batch: bool) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("cache", overflow="fold")
+    # without frames all columns fit into 80 characters
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("cache", overflow="fold", min_width=10)
     for name in _COLUMNS if with_batch else _COLUMNS[:-1]:
         table.add_column(name, justify="right")
     for row in rows:
