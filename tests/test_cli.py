@@ -52,7 +52,7 @@ def test_help_loads_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "LOADED set()" in done.stdout
-    for verb in ("demo", "generate", "chat", "eval", "recipes", "doctor"):
+    for verb in ("demo", "generate", "chat", "eval", "bench", "recipes", "doctor"):
         assert verb in done.stdout
 
 

@@ -154,7 +154,26 @@ def test_bits_are_those_of_the_stored_tensors(name, bits, ids):
     assert 8 * (more.nbytes - held.nbytes) == pytest.approx(recent, rel=1e-3), "one token, exact where it is recent"
 
 
+class Wrapper(torch.Tensor):
+    """Looks like a tensor and holds two."""
+
+    @staticmethod
+    def __new__(cls, codes, scales):
+        return torch.Tensor._make_wrapper_subclass(cls, (64, 64), dtype=torch.float32)
+
+    def __init__(self, codes, scales):
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales"], None
+
+
 def test_a_tensor_made_of_tensors_counts_as_these():
+    codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64)
+    assert storage_nbytes([Wrapper(codes, scales), scales]) == 64 * 32 + 4 * 64
+
+
+def test_a_tensor_of_quanto_counts_as_its_codes_and_scales():
     layer = needed("hf-quanto4").layer()
     layer.update(*torch.randn(2, 1, 2, 64, 64))
     codes, scales = 2 * 64 * 64 // 2, 2 * 2 * 64 * 4
