@@ -162,7 +162,12 @@ class Wrapper(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (64, 64), dtype=torch.float32)
 
     def __init__(self, codes, scales):
+        super().__init__()
         self.codes, self.scales = codes, scales
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
 
     def __tensor_flatten__(self):
         return ["codes", "scales"], None
