@@ -75,13 +75,17 @@ def test_rows_are_complete_and_positive(model, ids):
 
 def test_peak_memory_is_at_least_what_was_taken():
     gauge = Gauge(torch.device("cpu"))
-    with gauge.turn(fresh=True):
+    with gauge.first_turn():
         kept = torch.ones(2**24)  # 64 MiB
         torch.ones(2**25)  # 128 MiB at once
     if gauge.peak_nbytes is None:
         pytest.skip("this system does not say how much memory a process takes")
-    assert gauge.grown_nbytes >= kept.nbytes * 0.9
-    assert gauge.peak_nbytes >= kept.nbytes * 2.9
+    assert gauge.filled_nbytes == pytest.approx(kept.nbytes, rel=0.1)
+    assert gauge.peak_nbytes == pytest.approx(3 * kept.nbytes, rel=0.1)
+    others = torch.ones(2**24)
+    with gauge.turn():
+        torch.ones(2**26)  # 256 MiB on top of what the first turn kept
+    assert gauge.peak_nbytes == pytest.approx(5 * others.nbytes, rel=0.1)
 
 
 class Forgetful(DynamicCache):

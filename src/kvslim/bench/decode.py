@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from kvslim.bench.check import KL_LIMIT
 from kvslim.bench.entrant import Entrant
@@ -22,6 +23,7 @@ from kvslim.bench.fill import RandomKV
 from kvslim.bench.machine import machine_of
 from kvslim.bench.plan import Plan
 from kvslim.eval.contestants import Contestant, Held
+from kvslim.eval.forced import feed_batch
 from kvslim.eval.peers import Peer
 from kvslim.eval.text import Text
 from kvslim.eval.versions import versions
@@ -55,8 +57,8 @@ class DecodeRow:
         Every storage reachable from the cache at the end, and its tokens at 16 bits per value.
     bits_per_value : float
     process_nbytes, peak_nbytes : int
-        Memory that this cache's turns added to the process (CUDA: to the allocator), and the most at once, activations
-        included; None where the system does not say.
+        Memory that filling the cache added to the process (CUDA: to the allocator), and the most that any of its turns
+        added at once, activations included; None where the system does not say.
     kl : float
         KL(16 bits || this cache), mean over the steps; None if it is not finite.
     kernel, kernel_reason : str
@@ -104,7 +106,7 @@ class DecodeRow:
             nbytes=held.nbytes,
             nbytes_16bit=held.nbytes_16bit,
             bits_per_value=held.bits_per_value,
-            process_nbytes=entrant.gauge.grown_nbytes,
+            process_nbytes=entrant.gauge.filled_nbytes,
             peak_nbytes=entrant.gauge.peak_nbytes,
             kl=kl if math.isfinite(kl) else None,
             kernel=held.kernel,
@@ -180,6 +182,7 @@ def measure_decode(
     inputs = [plan.sequences(ids, context, batch) for context, batch in cells]
     room = None if memory_nbytes is None else memory_nbytes - weights_nbytes(model)
     random_kv = RandomKV.of(model, ids) if plan.fill == "random-kv" else None
+    feed_batch(model, DynamicCache(config=model.config), ids[None, :64], 0, keep=1)  # warms up torch, reads the weights
     rows = []
     for (context, batch), sequences in zip(cells, inputs, strict=True):
         entrants = [Entrant(contestant, model) for contestant in (Contestant.baseline(), *contestants)]

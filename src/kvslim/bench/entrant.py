@@ -35,7 +35,7 @@ class Entrant:
         """Feed ids of shape (batch, context), up to the first new token; returns its logits (batch, vocabulary)."""
         with using_attention(self.model, self.contestant.attention):
             self.cache = self.contestant.new_cache(self.model)  # may calibrate the model, which is not the cache's cost
-            with self.gauge.turn(fresh=True), self.first.lap():
+            with self.gauge.first_turn(), self.first.lap():
                 for start in range(0, ids.shape[1], chunk):
                     part = ids[:, start : start + chunk]
                     logits = feed_batch(self.model, self.cache, part, start, keep=1)[:, -1]
@@ -46,7 +46,7 @@ class Entrant:
         """Write keys and values without running the model, so there are no logits to return."""
         with using_attention(self.model, self.contestant.attention):
             self.cache = self.contestant.new_cache(self.model)
-            with self.gauge.turn(fresh=True):
+            with self.gauge.first_turn():
                 random_kv.fill(self.cache, context, batch)
         return []
 

@@ -23,38 +23,40 @@ class Gauge:
     device : torch.device
     wall_s, cpu_s : list of float
         Per lap; CPU time is that of all threads of the process.
-    grown_nbytes, peak_nbytes : int or None
-        Memory that its turns added, and the most they added at once: of the process on CPU, of the allocator on CUDA.
-        None where the system does not say.
+    filled_nbytes, peak_nbytes : int or None
+        Memory that the first turn left behind, and the most that any added at once on top of it: of the process on CPU,
+        of the allocator on CUDA. None where the system does not say.
     """
 
     device: torch.device
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    grown_nbytes: int | None = 0
-    peak_nbytes: int | None = 0
+    filled_nbytes: int | None = None
+    peak_nbytes: int | None = None
 
     @contextmanager
-    def turn(self, *, fresh: bool = False) -> Iterator[None]:
-        """Count memory while entered; others may take turns in between.
-
-        Parameters
-        ----------
-        fresh : bool
-            Give freed memory back to the system first, so that what others freed does not hide what is taken now. Costs
-            the time to fetch it again.
-        """
-        if fresh and self.device.type == "cpu":
-            _trim()
+    def first_turn(self) -> Iterator[None]:
+        """Count what filling the cache takes; freed memory goes back to the system before and after."""
+        _trim(self.device)
         before = _memory(self.device)
         _reset_peak(self.device)
         yield
-        after, peak = _memory(self.device), _peak(self.device)
-        if before is None or after is None or peak is None or self.grown_nbytes is None or self.peak_nbytes is None:
-            self.grown_nbytes = self.peak_nbytes = None
+        peak = _peak(self.device)
+        _trim(self.device)
+        after = _memory(self.device)
+        if before is not None and after is not None and peak is not None:
+            self.filled_nbytes, self.peak_nbytes = after - before, peak - before
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Count the peak of a later turn. Freed memory stays, since fetching it again would take time."""
+        before = _memory(self.device)
+        _reset_peak(self.device)
+        yield
+        peak = _peak(self.device)
+        if self.filled_nbytes is None or self.peak_nbytes is None or before is None or peak is None:
             return
-        self.peak_nbytes = max(self.peak_nbytes, self.grown_nbytes + peak - before)
-        self.grown_nbytes += after - before
+        self.peak_nbytes = max(self.peak_nbytes, self.filled_nbytes + peak - before)
 
     @contextmanager
     def lap(self, *, timed: bool = True) -> Iterator[None]:
@@ -85,7 +87,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _trim() -> None:
+def _trim(device: torch.device) -> None:
+    if device.type == "cuda":
+        return
     # only glibc keeps freed memory and knows how to return it
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -15,7 +15,8 @@ def command_of(context: typer.Context) -> str:
     for parameter in context.command.params:
         name, value = parameter.name or "", context.params.get(parameter.name or "")
         source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
+        # by name: typer brings its own copy of click, whose enum is not click's
+        if source is None or source.name != "COMMANDLINE" or value is None:
             continue
         flag = max(parameter.opts, key=len)
         if value is True:

@@ -1,4 +1,4 @@
-"""Versions of what a result was made with."""
+"""What a result was made with, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvslim.eval.peers import Peer
 
 
 def versions(peers: Iterable[Peer] = ()) -> dict[str, str]:
-    """Package -> version; packages of peers only where one of them took part."""
+    """Versions of kvslim and of everything that decides a figure; packages of peers only where one took part."""
     packages = dict.fromkeys(peer.package for peer in peers if peer.package)
     return {
         "kvslim": kvslim.__version__,
