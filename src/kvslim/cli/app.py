@@ -17,6 +17,7 @@ VERBS = {
     "eval": "kvslim.cli.eval:app",
     "plan": "kvslim.cli.plan:plan",
     "report": "kvslim.cli.report:report",
+    "bench": "kvslim.cli.bench:app",
     "calibrate": "kvslim.cli.calibrate:calibrate",
     "recipes": "kvslim.cli.recipes:recipes",
     "doctor": "kvslim.cli.doctor:doctor",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from kvslim.bench.machine import machine
 from kvslim.cli import options
 from kvslim.errors import InputError
 from kvslim.models import MODELS, model_path
-
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16", "sve")
 
 
 def doctor(models_dir: options.ModelsDir = None, as_json: options.AsJson = False) -> None:
@@ -33,37 +30,12 @@ def diagnose(models_dir: Path | None) -> dict[str, Any]:
     """Everything `doctor` knows, as plain values."""
     required, extras = _packages()
     return {
-        "machine": _machine(),
+        "machine": machine(),
         "required": required,
         "extras": extras,
         "backends": _backends(),
         "models": [_model(name, models_dir) for name in MODELS],
     }
-
-
-def _machine() -> dict[str, Any]:
-    processor, flags = _processor()
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "processor": processor,
-        "processor_flags": flags,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
-    }
-
-
-def _processor() -> tuple[str, list[str]]:
-    """Name and the instruction sets that matter here; only Linux says."""
-    name, flags = platform.processor() or platform.machine(), set[str]()
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else ():
-        field, _, text = line.partition(":")
-        if field.strip() == "model name":
-            name = text.strip()
-        elif field.strip().lower() in ("flags", "features"):
-            flags.update(text.split())
-    return name, [flag for flag in _CPU_FLAGS if flag in flags]
 
 
 def _packages() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -28,6 +28,7 @@ def quality(
     run: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
+    against: options.Against = None,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text file; by default the documentation inside Python.")
     ] = None,
@@ -52,11 +53,12 @@ def quality(
     """
     from kvslim.cli.compare import progress_bar, read_recipes
     from kvslim.eval.dataset import load_dataset
+    from kvslim.eval.peers import read_peers
     from kvslim.eval.text import load_text
 
     if text is not None and dataset is not None:
         raise InputError("--text and --dataset are both given; give one")
-    recipes = read_recipes(recipe)
+    recipes, peers = read_recipes(recipe), read_peers(against)
     content = load_text(text) if dataset is None else load_dataset(dataset)
     from kvslim.eval.quality import Protocol, Shelf, measure_quality, result, tokenize, total_tokens
     from kvslim.integrations.transformers.loading import load_model
@@ -64,10 +66,10 @@ def quality(
     protocol = Protocol(prefill, score, chunk, prefixes, offset_positions)
     loaded = load_model(model, weights=weights, dtype=dtype, device=device, models_dir=models_dir)
     ids = tokenize(loaded.tokenizer, content)
-    with progress_bar("measuring", total_tokens(protocol, len(recipes))) as advance:
-        rows = measure_quality(loaded.model, ids, recipes, protocol, shelf=Shelf(), on_tokens=advance)
+    with progress_bar("measuring", total_tokens(protocol, len(recipes) + len(peers))) as advance:
+        rows = measure_quality(loaded.model, ids, recipes, protocol, peers=peers, shelf=Shelf(), on_tokens=advance)
     if as_json:
-        found = result(loaded.name, content, len(ids), protocol, rows)
+        found = result(loaded.name, content, len(ids), protocol, rows, peers)
         typer.echo(json.dumps({"kind": "quality", **found, "command": command_of(run)}))
     else:
         _show(loaded.name, f"{content.name}, {prefixes} x ({prefill} + {score}) tokens", rows)

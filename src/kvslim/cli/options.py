@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvslim.eval.peers import PEERS
 from kvslim.models import MODELS
 from kvslim.presets import DEFAULT_RECIPE
 
@@ -21,6 +22,10 @@ Recipe = Annotated[
 ]
 Recipes = Annotated[
     str, typer.Option("--recipe", "-r", help="One or more of these, with commas between: preset, pair, recipe string.")
+]
+Against = Annotated[
+    str | None,
+    typer.Option("--against", help=f"Quantized caches of other projects, with commas between: {', '.join(PEERS)}."),
 ]
 Key = Annotated[str | None, typer.Option("--key", help="Pack keys as another preset, bit count or side string.")]
 Value = Annotated[str | None, typer.Option("--value", help="Pack values as another preset, bit count or side string.")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import DynamicCache
 
 from kvslim.errors import InputError
 from kvslim.eval import measures
+from kvslim.eval.contestants import BASELINE, using_attention
 from kvslim.eval.forced import feed, feed_chunks
 from kvslim.eval.prompt import build_prompt
 from kvslim.integrations.transformers import KVCache
@@ -23,7 +23,6 @@ from kvslim.recipe import Recipe
 PAGES = 2048  # tokens of text in the prompt
 SCORED = 128  # tokens on which recipes are compared with 16 bits: the answer, then more of the text
 _CHUNK = 32
-BASELINE = "16 bit"
 OnTokens = Callable[[int], object]
 
 
@@ -139,7 +138,7 @@ class Demo:
         """
         model = self.model
         feed(model, DynamicCache(config=model.config), self.prompt.ids[:64], 0, keep=1)  # the first call warms up torch
-        with _attention(model, "sdpa"):
+        with using_attention(model, "sdpa"):
             fed = self._answer(DynamicCache(config=model.config), on_tokens)
             forced = self._forced_ids(fed.ids)
             base = [measures.log_probs(logits) for logits in self._force(fed.before, forced, on_tokens)]
@@ -196,14 +195,3 @@ class Demo:
             text=self.tokenizer.decode(fed.ids, skip_special_tokens=True),
             new_tokens=len(fed.ids),
         )
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    """Run the model on another attention implementation for a while."""
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(previous)

@@ -10,7 +10,6 @@ import torch
 from kvslim.integrations.transformers import compat
 
 
-@torch.no_grad()
 def feed(model: Any, cache: Any, ids: torch.Tensor, position: int, *, keep: int) -> torch.Tensor:
     """Feed tokens and return the logits of the last `keep` of them.
 
@@ -26,15 +25,21 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, position: int, *, keep: int)
     -------
     Tensor of shape (keep, vocabulary)
     """
-    positions = torch.arange(position, position + len(ids), device=model.device)
+    return feed_batch(model, cache, ids[None], position, keep=keep)[0]
+
+
+@torch.no_grad()
+def feed_batch(model: Any, cache: Any, ids: torch.Tensor, position: int, *, keep: int) -> torch.Tensor:
+    """Feed the same number of tokens of several sequences: (batch, tokens) to logits (batch, keep, vocabulary)."""
+    positions = torch.arange(position, position + ids.shape[1], device=model.device)
     output = model(
-        input_ids=ids[None].to(model.device),
-        position_ids=positions[None],
+        input_ids=ids.to(model.device),
+        position_ids=positions.expand(len(ids), -1),
         use_cache=True,
         logits_to_keep=keep,
         **{compat.CACHE_ARGUMENT: cache},
     )
-    return output.logits[0]
+    return output.logits
 
 
 def feed_chunks(

@@ -1,40 +1,39 @@
 """Quality of recipes by the protocol: divergence from the 16-bit cache, and the bytes it was bought with.
 
-Everything runs through `KVCache` and the registered attention function, as in `generate`; nothing is simulated.
+Everything runs through `KVCache` and the registered attention function, as in `generate`; nothing is simulated. Peers
+go through the same forward pass: the attention function serves their plain tensors as sdpa does.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
 
-import kvslim
 from kvslim.errors import InputError
 from kvslim.eval import measures
 from kvslim.eval.baseline import Baseline
+from kvslim.eval.contestants import Contestant, Held
 from kvslim.eval.forced import feed, feed_chunks
 from kvslim.eval.measures import Scores
+from kvslim.eval.peers import Peer
 from kvslim.eval.protocol import Protocol
 from kvslim.eval.shelf import Shelf
 from kvslim.eval.text import Text
-from kvslim.integrations.transformers import KVCache
-from kvslim.integrations.transformers.report import Report
+from kvslim.eval.versions import versions
 from kvslim.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Quality:
-    """One recipe, measured.
+    """One recipe or peer, measured.
 
     Attributes
     ----------
     recipe : str
-        As it was asked for.
+        As it was asked for; the name, if it is a peer.
     bits_per_value, bits_per_value_packed : float
         Of everything held at the end of a passage, and of the tokens in sealed blocks alone.
     nbytes, nbytes_16bit : int
@@ -66,16 +65,16 @@ class Quality:
     kl_trimmed: float
 
     @classmethod
-    def of(cls, recipe: Recipe, passages: Sequence[Scores], report: Report) -> Quality:
-        """Sum up the passages of one recipe; `report` is that of the last one, and all hold equally many tokens."""
+    def of(cls, contestant: Contestant, passages: Sequence[Scores], held: Held) -> Quality:
+        """Sum up the passages of one recipe; `held` is that of the last one, and all hold equally many tokens."""
         scores = Scores.join(list(passages))
         ppl = measures.perplexity(scores.surprise)
         return cls(
-            recipe=recipe.label or str(recipe),
-            bits_per_value=report.bits_per_value,
-            bits_per_value_packed=report.bits_per_value_packed,
-            nbytes=report.nbytes,
-            nbytes_16bit=report.nbytes_16bit,
+            recipe=contestant.name,
+            bits_per_value=held.bits_per_value,
+            bits_per_value_packed=held.bits_per_value_packed,
+            nbytes=held.nbytes,
+            nbytes_16bit=held.nbytes_16bit,
             kl_mean=float(scores.kl.mean()),
             kl_p99=measures.percentile(scores.kl, 99),
             kl_p999=measures.percentile(scores.kl, 99.9),
@@ -97,6 +96,7 @@ def measure_quality(
     recipes: Sequence[str | Recipe],
     protocol: Protocol | None = None,
     *,
+    peers: Sequence[Peer] = (),
     shelf: Shelf | None = None,
     on_tokens: Callable[[int], object] = lambda _: None,
 ) -> list[Quality]:
@@ -110,6 +110,8 @@ def measure_quality(
         The whole text, tokenized without special tokens.
     recipes : sequence of str or Recipe
     protocol : Protocol, optional
+    peers : sequence of Peer
+        Measured after the recipes.
     shelf : Shelf, optional
         Where baselines are remembered; without it they are made again each time.
     on_tokens : callable
@@ -118,7 +120,7 @@ def measure_quality(
     Returns
     -------
     list of Quality
-        In the order of `recipes`.
+        In the order of `recipes`, then `peers`.
 
     Raises
     ------
@@ -126,27 +128,28 @@ def measure_quality(
         The text is too short, the passages do not fit into the model's context, or there is no recipe.
     """
     protocol = protocol or Protocol()
-    parsed = [Recipe.parse(recipe) for recipe in recipes]
-    if not parsed:
+    contestants = [Contestant.of_recipe(Recipe.parse(recipe)) for recipe in recipes]
+    contestants += [Contestant.of_peer(peer) for peer in peers]
+    if not contestants:
         raise InputError("no recipe to measure; name at least one, see `kvslim recipes`")
     protocol.check_context(model.config)
     passages = protocol.passages(ids)
     baseline = Baseline(model, protocol, shelf)
-    scores: list[list[Scores]] = [[] for _ in parsed]
-    reports: list[Report] = []
+    scores: list[list[Scores]] = [[] for _ in contestants]
+    held: list[Held] = []
     for passage in passages:
         base = baseline.log_probs(passage, on_tokens)
-        reports = []
-        for recipe, found in zip(parsed, scores, strict=True):
-            cache = KVCache(model, recipe)
+        held = []
+        for contestant, found in zip(contestants, scores, strict=True):
+            cache = contestant.new_cache(model)
             found.append(score_passage(model, cache, passage, base, protocol, on_tokens))
-            reports.append(cache.report())
-    return [Quality.of(*row) for row in zip(parsed, scores, reports, strict=True)]
+            held.append(Held.of(cache))
+    return [Quality.of(*row) for row in zip(contestants, scores, held, strict=True)]
 
 
 def score_passage(
     model: Any,
-    cache: KVCache,
+    cache: Any,
     passage: torch.Tensor,
     base: list[torch.Tensor],
     protocol: Protocol,
@@ -171,18 +174,15 @@ def total_tokens(protocol: Protocol, recipes: int) -> int:
     return protocol.prefixes * (recipes + 1) * (protocol.prefill + protocol.score)
 
 
-def result(model_name: str, text: Text, tokens: int, protocol: Protocol, rows: list[Quality]) -> dict[str, Any]:
+def result(
+    model_name: str, text: Text, tokens: int, protocol: Protocol, rows: list[Quality], peers: Sequence[Peer] = ()
+) -> dict[str, Any]:
     """All of an evaluation as plain values, with what is needed to repeat it."""
     return {
         "model": model_name,
         "text": {"name": text.name, "sha256": text.sha256, "tokens": tokens},
         "protocol": {**protocol.to_dict(), "offsets": protocol.offsets(tokens)},
-        "versions": {
-            "kvslim": kvslim.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(peers),
         "rows": [row.to_dict() for row in rows],
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationMixin
+from transformers import GenerationMixin, cache_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     DynamicLayer,
@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from kvslim.cache import build_packers
-from kvslim.errors import UnsupportedModelError
+from kvslim.errors import InputError, UnsupportedModelError
 from kvslim.recipe import Recipe
 
 OLDEST = "5.19"
@@ -152,6 +152,16 @@ def rotary_share(config: Any) -> float:
     return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
 
 
+def quantized_layer(backend: str, **arguments: int) -> Any:
+    """Build a layer of transformers' own `QuantizedCache`; `backend` is quanto, hqq or fp8."""
+    name = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}[backend]
+    if not hasattr(cache_utils, name):
+        raise InputError(
+            f"transformers {transformers.__version__} has no quantized cache '{backend}'; pip install -U transformers"
+        )
+    return getattr(cache_utils, name)(**arguments)
+
+
 def check_head_dim(recipe: Recipe, index: int, config: Any) -> None:
     """Raise RecipeError where a layer's head_dim and the recipe do not fit, before a single token is computed."""
     layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
@@ -184,6 +194,11 @@ def update_layer(
         layer.keys, layer.values = (tensor[..., : tensor.shape[-2] - count, :] for tensor in whole)
 
     return states, undo
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a cache layer keeps a state of linear attention, alone or beside keys and values."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def rollback_refusal(layer: Any, count: int) -> str:

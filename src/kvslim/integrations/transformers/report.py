@@ -162,7 +162,10 @@ def storage_nbytes(root: Any) -> int:
         if id(item) in seen or isinstance(item, (str, bytes, int, float, type(None), type, torch.dtype, torch.device)):
             continue
         seen.add(id(item))
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor) and hasattr(item, "__tensor_flatten__"):
+            # a tensor made of tensors (optimum-quanto) has no storage of its own
+            stack.extend(getattr(item, name) for name in item.__tensor_flatten__()[0])
+        elif isinstance(item, torch.Tensor):
             storage = item.untyped_storage()
             storages[storage.data_ptr() or id(storage)] = storage.nbytes()
         elif isinstance(item, dict):
