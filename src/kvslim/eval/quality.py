@@ -5,15 +5,12 @@ Everything runs through `KVCache` and the registered attention function, as in `
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
 
-import kvslim
 from kvslim.errors import InputError
 from kvslim.eval import measures
 from kvslim.eval.baseline import Baseline
@@ -22,6 +19,7 @@ from kvslim.eval.measures import Scores
 from kvslim.eval.protocol import Protocol
 from kvslim.eval.shelf import Shelf
 from kvslim.eval.text import Text
+from kvslim.eval.versions import versions
 from kvslim.integrations.transformers import KVCache
 from kvslim.integrations.transformers.report import Report
 from kvslim.recipe import Recipe
@@ -177,12 +175,7 @@ def result(model_name: str, text: Text, tokens: int, protocol: Protocol, rows: l
         "model": model_name,
         "text": {"name": text.name, "sha256": text.sha256, "tokens": tokens},
         "protocol": {**protocol.to_dict(), "offsets": protocol.offsets(tokens)},
-        "versions": {
-            "kvslim": kvslim.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "rows": [row.to_dict() for row in rows],
     }
 
