@@ -42,9 +42,9 @@ class Batch:
 def prefill(model: Any, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
     """Fill empty caches with the prompts; returns the logits after them, shape (prompts, vocabulary)."""
     positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
-    if can_share(caches):
-        return _forward(model, SharedPrefill(caches), batch.ids, batch.mask, positions, keep=1)[:, -1]
-    return [_forward(model, cache, batch.ids, batch.mask, positions, keep=1) for cache in caches][0][:, -1]
+    passes: Sequence[Any] = [SharedPrefill(caches)] if can_share(caches) else caches
+    logits = [_forward(model, cache, batch.ids, batch.mask, positions, keep=1) for cache in passes]
+    return logits[0][:, -1]
 
 
 def answer(

@@ -139,9 +139,7 @@ def missing_batches(
     """
     for start in range(0, len(task.cases), batch):
         cases = task.cases[start : start + batch]
-        missing = [
-            recipe for recipe in recipes if any((label(recipe), case.name) not in results for case in cases)
-        ]
+        missing = [recipe for recipe in recipes if any((label(recipe), case.name) not in results for case in cases)]
         if missing:
             yield cases, missing
 

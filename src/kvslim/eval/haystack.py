@@ -79,7 +79,9 @@ class Haystack:
         """
         room = tokens - len(self._encode(self._hide([], facts), facts))
         if room < 1:
-            raise InputError(f"{tokens} tokens do not hold {len(facts.keys)} facts and a question; use longer --lengths")
+            raise InputError(
+                f"{tokens} tokens do not hold {len(facts.keys)} facts and a question; use longer --lengths"
+            )
         if room > self.tokens:
             raise InputError(
                 f"the text {self.text.name} has {self.tokens:,} tokens, a prompt of {tokens:,} needs {room:,}; give a "

@@ -1,4 +1,4 @@
-"""Needle in a haystack: does a model still find a fact through a packed cache, and tell it from facts like it?"""
+"""Needle in a haystack: whether a model still finds a fact through a packed cache, and tells it from facts like it."""
 
 from __future__ import annotations
 

@@ -104,9 +104,7 @@ class Exercise:
 
 def exercises() -> list[Exercise]:
     """All prompts, the same ones every time."""
-    return [
-        _exercise(kind, table, number) for number in range(PER_KIND) for table in TABLES for kind in _QUESTIONS
-    ]
+    return [_exercise(kind, table, number) for number in range(PER_KIND) for table in TABLES for kind in _QUESTIONS]
 
 
 def _exercise(kind: str, table: Table, number: int) -> Exercise:

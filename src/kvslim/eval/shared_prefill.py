@@ -1,7 +1,7 @@
 """One pass of the model over a prompt that fills several caches.
 
-Tokens of one chunk attend to each other exactly, so while a prompt goes in as one chunk, every layer sees the same keys,
-values and queries whatever the recipe: the caches come out byte for byte as if each had had a pass of its own.
+Tokens of one chunk attend to each other exactly, so while a prompt goes in as one chunk, every layer sees the same
+keys, values and queries whatever the recipe: the caches come out byte for byte as if each had had a pass of its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`kvslim eval`: how good is a recipe on a model."""
+"""`kvslim eval quality`: how far recipes take a model away from its 16-bit cache."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,21 +12,11 @@ from kvslim.cli import options
 if TYPE_CHECKING:
     from kvslim.eval.quality import Quality
 
-app = typer.Typer(help="Measure recipes on a model.", no_args_is_help=True)
 
-
-@app.callback()
-def _verbs() -> None:
-    """Without this, typer would turn a group of one verb into the verb itself."""
-
-
-@app.command()
 def quality(
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
-    text: Annotated[
-        Path | None, typer.Option("--text", help="UTF-8 text file; by default the documentation inside Python.")
-    ] = None,
+    text: options.TextFile = None,
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Tokens stored in one pass.")] = 1024,
     score: Annotated[int, typer.Option("--score", min=1, help="Tokens scored after them.")] = 512,
     chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens per pass while scoring.")] = 32,
@@ -60,21 +49,6 @@ def quality(
         typer.echo(json.dumps(result(loaded.name, content, len(ids), protocol, rows)))
     else:
         _show(loaded.name, f"{content.name}, {prefixes} x ({prefill} + {score}) tokens", rows)
-
-
-@app.command()
-def table(
-    files: Annotated[list[Path], typer.Argument(help="Files written by `kvslim eval quality --json`.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; standard output without.")] = None,
-) -> None:
-    """Put the results of several evaluations into one Markdown table."""
-    from kvslim.eval.compare import markdown, read_rows
-
-    text = markdown(read_rows(files))
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        out.write_text(text, encoding="utf-8")
 
 
 def _show(model: str, text: str, rows: list[Quality]) -> None:
