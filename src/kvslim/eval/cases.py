@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from kvslim.errors import InputError
-from kvslim.eval.answering import Batch, prefill
+from kvslim.eval.answering import Batch, answer, prefill
 from kvslim.eval.results import Results
 from kvslim.eval.versions import versions
 from kvslim.integrations.transformers import KVCache
@@ -62,11 +62,13 @@ class Fed:
         on_tokens(int(batch.lengths.sum()))
         return cls(model, tuple(cases), batch, logits, caches, on_tokens)
 
-    def rows_of(self, recipe: str) -> list[Row]:
-        """Begin a row per case, with what the cache holds; call it before anything follows the prompts.
+    def answers(self, recipe: str, new_tokens: int) -> list[list[int]]:
+        """Answer every prompt greedily; token ids per case. The cache still holds the prompts alone afterwards."""
+        fork = self.caches[recipe].fork()  # shares the prompts' blocks
+        return answer(self.model, fork, self.batch, self.logits, new_tokens=new_tokens, on_tokens=self.on_tokens)
 
-        A case's bytes are its share of the batch by tokens.
-        """
+    def rows_of(self, recipe: str) -> list[Row]:
+        """Begin a row per case, with what the cache holds of the prompts; a case's bytes are its share by tokens."""
         report = self.caches[recipe].report()
         return [
             {"recipe": recipe, "case": case.name, "prompt_tokens": len(case.ids), **_held(report, share)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvslim.errors import InputError
-from kvslim.eval.answering import Batch, answer, force
+from kvslim.eval.answering import Batch, force
 from kvslim.eval.cases import CONTROL, Case, Fed, Row
 from kvslim.eval.measures import agreement, log_probs, token_kl
 from kvslim.eval.repetition import distinct_ngrams, first_divergence, loop_tokens
@@ -104,25 +104,20 @@ class Drift:
 
     def measure(self, fed: Fed, missing: Sequence[str], results: Results) -> Iterator[Row]:
         """Feed all recipes the control's answer side by side, then let each answer for itself."""
-        begun = {recipe: fed.rows_of(recipe) for recipe in fed.caches}
         base = self._control_answers(fed, results)
         # a fork shares the prompt's blocks, and what follows does not reach the cache it came from
         forks = {recipe: cache.fork() for recipe, cache in fed.caches.items()}
         kl = _forced_kl(fed, forks, base, self.setup, missing)
         for recipe in missing:
-            answers = base if recipe == CONTROL else self._answers(fed, recipe)
-            for index, row in enumerate(begun[recipe]):
+            answers = base if recipe == CONTROL else fed.answers(recipe, self.new_tokens)
+            for index, row in enumerate(fed.rows_of(recipe)):
                 yield {**row, **self._scores(base[index], answers[index], kl[recipe][index])}
 
     def _control_answers(self, fed: Fed, results: Results) -> list[list[int]]:
         known = [results.get(CONTROL, case.name) for case in fed.cases]
         if all(known):
             return [row["ids"] for row in known if row]
-        return self._answers(fed, CONTROL)
-
-    def _answers(self, fed: Fed, recipe: str) -> list[list[int]]:
-        cache = fed.caches[recipe].fork()
-        return answer(fed.model, cache, fed.batch, fed.logits, new_tokens=self.new_tokens, on_tokens=fed.on_tokens)
+        return fed.answers(CONTROL, self.new_tokens)
 
     def _scores(self, base: list[int], ids: list[int], along: _Along) -> Row:
         windows = [along.kl[start : start + self.setup.window] for start in range(0, len(along.kl), self.setup.window)]

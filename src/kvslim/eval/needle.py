@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvslim.errors import InputError
-from kvslim.eval.answering import answer
 from kvslim.eval.cases import Case, Fed, Row
 from kvslim.eval.haystack import KEYS, Facts, Haystack
 from kvslim.eval.results import Results
@@ -106,17 +105,8 @@ class Needle:
     def measure(self, fed: Fed, missing: Sequence[str], results: Results) -> Iterator[Row]:
         """Answer every question with each recipe."""
         for recipe in missing:
-            rows = fed.rows_of(recipe)
-            ids = answer(
-                fed.model,
-                fed.caches[recipe],
-                fed.batch,
-                fed.logits,
-                new_tokens=self.new_tokens,
-                on_tokens=fed.on_tokens,
-            )
-            for row, found in zip(rows, ids, strict=True):
-                text = self.haystack.tokenizer.decode(found, skip_special_tokens=True)
+            for row, ids in zip(fed.rows_of(recipe), fed.answers(recipe, self.new_tokens), strict=True):
+                text = self.haystack.tokenizer.decode(ids, skip_special_tokens=True)
                 place = self._places[row["case"]]
                 yield {**row, **asdict(place), "found": is_found(text, place.expected), "answer": text.strip()}
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from kvslim.errors import InputError
-from kvslim.eval.answering import answer
 from kvslim.eval.cases import CONTROL, Case, Fed, Row
 from kvslim.eval.records import exercises
 from kvslim.eval.results import Results
@@ -70,17 +69,8 @@ class Tools:
     def measure(self, fed: Fed, missing: Sequence[str], results: Results) -> Iterator[Row]:
         """Answer every prompt with each recipe."""
         for recipe in missing:
-            rows = fed.rows_of(recipe)
-            ids = answer(
-                fed.model,
-                fed.caches[recipe],
-                fed.batch,
-                fed.logits,
-                new_tokens=self.new_tokens,
-                on_tokens=fed.on_tokens,
-            )
-            for row, found in zip(rows, ids, strict=True):
-                text = self.tokenizer.decode(found, skip_special_tokens=True).strip()
+            for row, ids in zip(fed.rows_of(recipe), fed.answers(recipe, self.new_tokens), strict=True):
+                text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
                 expected = self._exercises[row["case"]].expected
                 yield {**row, **asdict(judge(text, expected)), "answer": text, "expected": expected}
 
