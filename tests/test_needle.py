@@ -228,10 +228,14 @@ def test_colours_run_from_red_to_green():
 
 
 def test_qwen_finds_one_fact(qwen05b):
-    """One short prompt: the 16-bit cache and slim4 find a fact, and turbo3 without calibration does not see any."""
+    """One short prompt per mode: the 16-bit cache and slim4 find the fact, and tell it from another."""
     task = Needle(Haystack(qwen05b.tokenizer, python_docs()), NeedleProtocol((512,), depths=1, keys=2, new_tokens=8))
-    task.cases = task.cases[:1]
-    recipes = with_control([Recipe.parse("slim4"), Recipe.parse("turbo3")])
+    recipes = with_control([Recipe.parse("slim4+recent=0")])
     with Results(None, {}) as results:
-        rows = measure_cases(task, qwen05b.model, recipes, results)
-    assert {each["recipe"]: each["found"] for each in rows} == {"none": True, "slim4": True, "turbo3": False}
+        rows = measure_cases(task, qwen05b.model, recipes, results, batch=2)
+    assert [(each["mode"], each["recipe"], each["found"]) for each in rows] == [
+        ("single", "none", True),
+        ("single", "slim4+recent=0", True),
+        ("multi", "none", True),
+        ("multi", "slim4+recent=0", True),
+    ]

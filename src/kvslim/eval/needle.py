@@ -37,7 +37,7 @@ class NeedleProtocol:
 
     lengths: tuple[int, ...] = (1024, 2048, 4096)
     depths: int = 5
-    keys: int = 8
+    keys: int = 16
     samples: int = 1
     new_tokens: int = 12
 
