@@ -24,7 +24,7 @@ def needle(
         str, typer.Option("--lengths", help="Prompt lengths in tokens, with commas between.")
     ] = "1024,2048,4096",
     depths: Annotated[int, typer.Option("--depths", min=1, help="Places of the fact per length.")] = 5,
-    keys: Annotated[int, typer.Option("--keys", min=2, help="Facts in a prompt with several.")] = 8,
+    keys: Annotated[int, typer.Option("--keys", min=2, help="Facts in a prompt with several.")] = 16,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts per length, depth and mode.")] = 1,
     batch: options.Batch = 1,
     resume: options.Resume = None,
