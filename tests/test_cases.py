@@ -13,6 +13,7 @@ import kvslim
 from kvslim.errors import InputError, ResultFileError
 from kvslim.eval.answering import Batch, answer, force, prefill
 from kvslim.eval.cases import Case, Fed, check_context, header, label, measure_cases, total_tokens, with_control
+from kvslim.eval.forced import feed
 from kvslim.eval.results import Results
 from kvslim.eval.shared_prefill import SharedPrefill, can_share
 from kvslim.integrations.transformers import compat
@@ -103,10 +104,27 @@ def test_an_answer_ends_before_the_end_token_and_counts_in_full(monkeypatch):
     assert seen == 2 * 12
 
 
+def test_a_question_is_read_through_each_packed_cache():
+    """The text in one pass, the last tokens in another: as when a cache is filled first and asked later."""
+    model, _ = pair("llama")
+    both, recipes = prompts(90, 70), ["none", "int4+recent=0+block=32"]
+    cases = [Case(str(index), ids) for index, ids in enumerate(both)]
+    fed = Fed.of(model, cases, [Recipe.parse(recipe) for recipe in recipes], 9, lambda _: None)
+    exact = prefill(model, [kvslim.KVCache(model, "none")], Batch.of(both, CPU))
+    torch.testing.assert_close(fed.logits["none"], exact, atol=1e-4, rtol=0)
+    assert (fed.logits[recipes[1]] - exact).abs().max() > 0.01
+    for index, ids in enumerate(both):
+        for recipe in recipes:
+            cache = kvslim.KVCache(model, recipe)
+            feed(model, cache, ids[:-9], 0, keep=1)
+            want = feed(model, cache, ids[-9:], len(ids) - 9, keep=1)[0]
+            torch.testing.assert_close(fed.logits[recipe][index], want, atol=1e-4, rtol=0)
+
+
 class Echo:
     """A task whose row is the first tokens of each answer."""
 
-    kind, new_tokens, work_per_token, feeds_control = "echo", 3, 1, False
+    kind, new_tokens, question_tokens, work_per_token, feeds_control = "echo", 3, 5, 1, False
 
     def __init__(self, count: int = 5):
         self.cases = [Case(f"case-{index}", ids) for index, ids in enumerate(prompts(*range(40, 40 + count)))]
@@ -116,10 +134,9 @@ class Echo:
 
     def measure(self, fed: Fed, missing: Sequence[str], results: Results) -> Iterator[dict[str, Any]]:
         for recipe in missing:
-            rows = fed.rows_of(recipe)
-            ids = answer(fed.model, fed.caches[recipe], fed.batch, fed.logits, new_tokens=3, on_tokens=fed.on_tokens)
-            for row, found in zip(rows, ids, strict=True):
-                yield {**row, "ids": found}
+            rows, found = fed.rows_of(recipe), fed.answers(recipe, 3)
+            for row, ids in zip(rows, found, strict=True):
+                yield {**row, "ids": ids}
 
 
 ASKED = [Recipe.parse(text) for text in ("none", "int8", "int4+sinks=8")]

@@ -20,7 +20,19 @@ from kvslim.recipe import Recipe
 WORDS = Text("words", " ".join(f"Sentence number {index} ends here." for index in range(300)))
 SMALL = NeedleProtocol(lengths=(500, 800), depths=2, keys=3, new_tokens=4)
 KEYS_OF_ROW = [
-    *("recipe", "case", "nbytes", "bits_per_value", "prompt_tokens", "mode", "tokens", "depth", "expected", "found"),
+    *(
+        "recipe",
+        "case",
+        "nbytes",
+        "bits_per_value",
+        "prompt_tokens",
+        "mode",
+        "tokens",
+        "depth",
+        "key",
+        "expected",
+        "found",
+    ),
     "answer",
 ]
 
@@ -74,6 +86,15 @@ def test_the_chat_template_is_used_where_there_is_one(haystack, monkeypatch):
     text = read(haystack, Facts(("blue lantern",), ("48213",), (0.5,)), 800)
     assert text.startswith("<Access codes are hidden")
     assert text.endswith("alone.>go The access code of the blue lantern is")
+
+
+@pytest.mark.parametrize("template", [None, "<{% for m in messages %}{{ m.content }}{% endfor %}>go "])
+def test_the_question_is_the_end_of_every_prompt(haystack, monkeypatch, template):
+    monkeypatch.setattr(haystack.tokenizer, "chat_template", template)
+    task = Needle(haystack, SMALL)
+    tails = [haystack.tokenizer.decode(case.ids[-task.question_tokens :]) for case in task.cases]
+    assert all("What is the access code of the " in tail and " is " not in tail.split("What is")[0] for tail in tails)
+    assert any(tail.startswith("What is the access code of the ") for tail in tails), "the longest one is all of it"
 
 
 def test_facts_are_different_and_spread():

@@ -122,6 +122,9 @@ def test_the_prompts_are_in_the_chat_template(tokenizer):
     task, other = Tools(tokenizer, "tiny", limit=3), Tools(tokenizer, "tiny", limit=2)
     text = tokenizer.decode(task.cases[0].ids)
     assert text == f"<{exercises()[0].prompt}>go"
+    tails = [tokenizer.decode(case.ids[-task.question_tokens :]) for case in task.cases]
+    assert all(tail.endswith(f"{each.question}>go") for tail, each in zip(tails, exercises(), strict=False))
+    assert any(tail == f"{each.question}>go" for tail, each in zip(tails, exercises(), strict=False))
     assert [case.name for case in task.cases] == [each.name for each in exercises()[:3]]
     assert task.protocol()["sha256"] != other.protocol()["sha256"]
     for changes in ({"limit": 0}, {"new_tokens": 0}):

@@ -38,6 +38,11 @@ class Batch:
             mask[row, longest - len(prompt) :] = 1
         return cls(ids.to(device), mask.to(device), mask.sum(1).to(device))
 
+    def without_last(self, count: int) -> Batch:
+        """The same prompts without their last `count` tokens."""
+        width = self.ids.shape[1] - count
+        return Batch(self.ids[:, :width], self.mask[:, :width], self.lengths - count)
+
 
 def prefill(model: Any, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
     """Fill empty caches with the prompts; returns the logits after them, shape (prompts, vocabulary)."""
@@ -45,6 +50,11 @@ def prefill(model: Any, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor
     passes: Sequence[Any] = [SharedPrefill(caches)] if can_share(caches) else caches
     logits = [_forward(model, cache, batch.ids, batch.mask, positions, keep=1) for cache in passes]
     return logits[0][:, -1]
+
+
+def ask(model: Any, cache: KVCache, batch: Batch, count: int) -> torch.Tensor:
+    """Feed the last `count` tokens of the prompts to a cache that holds the others; logits as `prefill` has them."""
+    return _follow(model, cache, batch.without_last(count), batch.ids[:, -count:], 0)[:, -1]
 
 
 def answer(
@@ -64,7 +74,7 @@ def answer(
         The cache holds the prompts of `batch`.
     batch : Batch
     logits : Tensor of shape (prompts, vocabulary)
-        As `prefill` returns them.
+        As `prefill` or `ask` returns them.
     new_tokens : int
         Tokens per answer at most.
     on_tokens : callable

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from kvslim.errors import InputError
-from kvslim.eval.answering import Batch, answer, prefill
+from kvslim.eval.answering import Batch, answer, ask, prefill
 from kvslim.eval.results import Results
 from kvslim.eval.versions import versions
 from kvslim.integrations.transformers import KVCache
@@ -39,33 +39,41 @@ class Fed:
     model
     cases : tuple of Case
     batch : Batch
-    logits : Tensor of shape (cases, vocabulary)
-        After the prompts; the same for every recipe.
+    logits : dict of str to Tensor of shape (cases, vocabulary)
+        After the prompts, by recipe label.
     caches : dict of str to KVCache
-        By recipe label.
+        Likewise.
     on_tokens : callable
     """
 
     model: Any
     cases: tuple[Case, ...]
     batch: Batch
-    logits: torch.Tensor
+    logits: dict[str, torch.Tensor]
     caches: dict[str, KVCache]
     on_tokens: OnTokens
 
     @classmethod
-    def of(cls, model: Any, cases: Sequence[Case], recipes: Sequence[Recipe], on_tokens: OnTokens) -> Fed:
-        """Feed the prompts once for all recipes."""
+    def of(
+        cls, model: Any, cases: Sequence[Case], recipes: Sequence[Recipe], question: int, on_tokens: OnTokens
+    ) -> Fed:
+        """Feed the prompts, all but the last `question` tokens once for all recipes.
+
+        Those go through each packed cache: in one pass with the text before it, a question would read that exactly.
+        """
         batch = Batch.of([case.ids for case in cases], model.device)
         caches = {label(recipe): KVCache(model, recipe) for recipe in recipes}
-        logits = prefill(model, list(caches.values()), batch)
+        exact = prefill(model, list(caches.values()), batch.without_last(question))
+        logits = {name: ask(model, cache, batch, question) if question else exact for name, cache in caches.items()}
         on_tokens(int(batch.lengths.sum()))
         return cls(model, tuple(cases), batch, logits, caches, on_tokens)
 
     def answers(self, recipe: str, new_tokens: int) -> list[list[int]]:
         """Answer every prompt greedily; token ids per case. The cache still holds the prompts alone afterwards."""
         fork = self.caches[recipe].fork()  # shares the prompts' blocks
-        return answer(self.model, fork, self.batch, self.logits, new_tokens=new_tokens, on_tokens=self.on_tokens)
+        return answer(
+            self.model, fork, self.batch, self.logits[recipe], new_tokens=new_tokens, on_tokens=self.on_tokens
+        )
 
     def rows_of(self, recipe: str) -> list[Row]:
         """Begin a row per case, with what the cache holds of the prompts; a case's bytes are its share by tokens."""
@@ -82,6 +90,7 @@ class Task(Protocol):
     kind: str
     cases: list[Case]
     new_tokens: int
+    question_tokens: int  # at the end of every prompt, read through the packed caches
     work_per_token: int  # passes over every new token, for the progress bar
     feeds_control: bool  # whether other recipes are measured with the control's cache at hand
 
@@ -181,7 +190,7 @@ def measure_cases(
     """
     for cases, missing in missing_batches(task, recipes, results, batch):
         fed_recipes = with_control(missing) if task.feeds_control else missing
-        fed = Fed.of(model, cases, fed_recipes, on_tokens)
+        fed = Fed.of(model, cases, fed_recipes, task.question_tokens, on_tokens)
         for row in task.measure(fed, [label(recipe) for recipe in missing], results):
             results.add(row)
     return results.rows([label(recipe) for recipe in recipes], [case.name for case in task.cases])

@@ -74,6 +74,7 @@ class Drift:
     """
 
     kind = "drift"
+    question_tokens = 0  # the answer is long: what its first token read does not matter
     work_per_token = 2  # answered, then fed
     feeds_control = True
 

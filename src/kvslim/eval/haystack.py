@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ _COLOURS = ("amber", "blue", "crimson", "golden", "green", "silver", "violet", "
 _THINGS = ("anchor", "compass", "falcon", "harbour", "lantern", "orchard", "tower", "violin")
 KEYS = tuple(f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS)
 _OPENING = "Access codes are hidden in the text below. Remember them; you will be asked for one.\n\n"
-_QUESTION = "\n\nWhat is the access code of the {key}? Answer with the code alone."
+_QUESTION = "What is the access code of the {key}? Answer with the code alone."
 _ANSWER = "The access code of the {key} is"
 # to the end of a sentence or paragraph; where none comes for long, to some space
 _PIECE = re.compile(r"\S.{0,400}?(?:[.!?]\s+|\n\s*\n|\Z)|\S.{0,400}\s", re.DOTALL)
@@ -95,6 +95,10 @@ class Haystack:
                 return torch.tensor(ids, dtype=torch.long)
             last -= 1
 
+    def question_tokens(self, keys: Iterable[str]) -> int:
+        """Tokens that the longest question about these keys takes at the end of a prompt."""
+        return max(question_tokens(self.tokenizer, _QUESTION.format(key=key), _ANSWER.format(key=key)) for key in keys)
+
     def _hide(self, pieces: Sequence[str], facts: Facts) -> str:
         sizes = [0, *accumulate(len(piece) for piece in pieces)]
         found: list[list[str]] = [[] for _ in sizes]
@@ -103,14 +107,27 @@ class Haystack:
         return "".join("".join([*facts_here, piece]) for facts_here, piece in zip(found, [*pieces, ""], strict=True))
 
     def _encode(self, passage: str, facts: Facts) -> list[int]:
-        content = f"{_OPENING}{passage.strip()}{_QUESTION.format(key=facts.keys[0])}"
+        content = f"{_OPENING}{passage.strip()}\n\n{_QUESTION.format(key=facts.keys[0])}"
         return encode_question(self.tokenizer, content, _ANSWER.format(key=facts.keys[0]))
 
 
-def encode_question(tokenizer: Any, content: str, answer: str) -> list[int]:
+def encode_question(tokenizer: Any, content: str, answer: str = "") -> list[int]:
     """Token ids of a question up to the first words of its answer, in the chat template where there is one."""
     if tokenizer.chat_template is None:
         return tokenizer(f"{content}\n\n{answer}", verbose=False)["input_ids"]
+    return tokenizer(_in_template(tokenizer, content) + answer, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def question_tokens(tokenizer: Any, question: str, answer: str = "") -> int:
+    """Tokens from where `question` begins to the end of a prompt made by `encode_question`."""
+    if tokenizer.chat_template is None:
+        tail = f"{question}\n\n{answer}"
+    else:
+        text = _in_template(tokenizer, f"before it {question}") + answer
+        tail = text[text.index(question) :]
+    return len(tokenizer(tail, add_special_tokens=False)["input_ids"])
+
+
+def _in_template(tokenizer: Any, content: str) -> str:
     messages = [{"role": "user", "content": content}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(f"{text}{answer}", add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

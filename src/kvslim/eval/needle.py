@@ -53,11 +53,12 @@ class NeedleProtocol:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a case asks: mode, nominal length, depth, and the code that is right."""
+    """What a case asks: mode, nominal length, depth, the key asked for, and the code that is right."""
 
     mode: str
     tokens: int
     depth: float
+    key: str
     expected: str
 
 
@@ -88,19 +89,25 @@ class Needle:
                 for index in range(setup.depths):
                     for sample in range(setup.samples):
                         self._add(mode, tokens, (index + 0.5) / setup.depths, sample)
+        self.question_tokens = haystack.question_tokens(place.key for place in self._places.values())
 
     def _add(self, mode: str, tokens: int, depth: float, sample: int) -> None:
         name = f"{mode}-{tokens}-{depth:.3g}-{sample}"
         rng = random.Random(name)
         facts = Facts.draw(self.setup.keys if mode == "multi" else 1, depth, rng)
         self.cases.append(Case(name, self.haystack.prompt(facts, tokens, rng)))
-        self._places[name] = _Place(mode, tokens, depth, facts.codes[0])
+        self._places[name] = _Place(mode, tokens, depth, facts.keys[0], facts.codes[0])
 
     def protocol(self) -> dict[str, Any]:
         """Settings, text and tokens of it."""
         text = self.haystack.text
         about = {"name": text.name, "sha256": text.sha256, "tokens": self.haystack.tokens}
-        return {**asdict(self.setup), "lengths": list(self.setup.lengths), "text": about}
+        return {
+            **asdict(self.setup),
+            "lengths": list(self.setup.lengths),
+            "question_tokens": self.question_tokens,
+            "text": about,
+        }
 
     def measure(self, fed: Fed, missing: Sequence[str], results: Results) -> Iterator[Row]:
         """Answer every question with each recipe."""

@@ -95,11 +95,17 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Exercise:
-    """One prompt, and the only JSON value that answers it."""
+    """Records, a question after them, and the only JSON value that answers it."""
 
     name: str
-    prompt: str
+    records: str
+    question: str
     expected: Any
+
+    @property
+    def prompt(self) -> str:
+        """Records and question."""
+        return self.records + self.question
 
 
 def exercises() -> list[Exercise]:
@@ -113,8 +119,8 @@ def _exercise(kind: str, table: Table, number: int) -> Exercise:
     records = _records(table, rng)
     question, expected = _QUESTIONS[kind](table, records, rng)
     lines = "\n".join(json.dumps(record) for record in records)
-    prompt = f"These are the {table.noun}s, one a line:\n\n{lines}\n\n{question} Answer with JSON alone, nothing else."
-    return Exercise(name, prompt, expected)
+    opening = f"These are the {table.noun}s, one a line:\n\n{lines}\n\n"
+    return Exercise(name, opening, f"{question} Answer with JSON alone, nothing else.", expected)
 
 
 def _records(table: Table, rng: random.Random) -> list[Record]:

@@ -13,6 +13,7 @@ import torch
 
 from kvslim.errors import InputError
 from kvslim.eval.cases import CONTROL, Case, Fed, Row
+from kvslim.eval.haystack import encode_question, question_tokens
 from kvslim.eval.records import exercises
 from kvslim.eval.results import Results
 
@@ -53,18 +54,20 @@ class Tools:
                 raise InputError(f"{option}={value} is out of range; use 1 or more")
         self.tokenizer, self.new_tokens = tokenizer, new_tokens
         self._exercises = {task.name: task for task in exercises()[:limit]}
-        self.cases = [Case(task.name, self._encode(task.prompt)) for task in self._exercises.values()]
-
-    def _encode(self, prompt: str) -> torch.Tensor:
-        messages = [{"role": "user", "content": prompt}]
-        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return torch.tensor(encoded["input_ids"], dtype=torch.long)
+        tasks = self._exercises.values()
+        self.cases = [Case(task.name, torch.tensor(encode_question(tokenizer, task.prompt))) for task in tasks]
+        self.question_tokens = max(question_tokens(tokenizer, task.question) for task in tasks)
 
     def protocol(self) -> dict[str, Any]:
         """Number and hash of the prompts, and the length of an answer."""
         content = json.dumps([asdict(task) for task in self._exercises.values()])
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        return {"prompts": len(self.cases), "sha256": digest, "new_tokens": self.new_tokens}
+        return {
+            "prompts": len(self.cases),
+            "sha256": digest,
+            "new_tokens": self.new_tokens,
+            "question_tokens": self.question_tokens,
+        }
 
     def measure(self, fed: Fed, missing: Sequence[str], results: Results) -> Iterator[Row]:
         """Answer every prompt with each recipe."""

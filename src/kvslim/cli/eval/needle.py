@@ -37,7 +37,7 @@ def needle(
     """Hide access codes in a long text and ask for one.
 
     Mode "single" hides one, mode "multi" several with similar names, which is harder. Each at several depths and prompt
-    lengths; the 16-bit cache (recipe `none`) answers the same prompts.
+    lengths; the question is read through the packed cache. The 16-bit cache (recipe `none`) answers the same prompts.
     """
     from kvslim.cli.compare import read_recipes
     from kvslim.eval.text import load_text

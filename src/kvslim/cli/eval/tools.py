@@ -32,8 +32,9 @@ def tools(
 ) -> None:
     """Ask for JSON objects and tool calls that only a long list of records can fill.
 
-    The same fixed prompts for every recipe and for the 16-bit cache (recipe `none`): answers that are right, that have
-    the right shape, and that are letter for letter those of the 16-bit cache.
+    The records are stored, then the question is read through the packed cache. The same fixed prompts for every recipe
+    and for the 16-bit cache (recipe `none`): answers that are right, that have the right shape, and that are letter for
+    letter those of the 16-bit cache.
     """
     from kvslim.cli.compare import read_recipes
 
