@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import kvslim
 from kvslim.cli import main
 from kvslim.integrations.transformers.loading import LoadedModel, load_model
 from kvslim.kernels.cpu import library
@@ -58,6 +59,29 @@ def tiny_folder(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def byte_model() -> LoadedModel:
+    """A two-layer Llama (context 8192) that reads bytes, without a chat template; a test that changes it changes it back."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = kvslim.enable(LlamaForCausalLM(config).eval())
+    return LoadedModel(model, PreTrainedTokenizerFast(tokenizer_object=tokenizer), "tiny", "tiny")
 
 
 def _load(name: str) -> LoadedModel:

@@ -3,12 +3,8 @@
 import json
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-import kvslim
 from kvslim.cli.app import app
 from kvslim.cli.demo import _DEFAULT
 from kvslim.errors import InputError
@@ -26,25 +22,8 @@ KEYS = [
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    config = LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8192,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = kvslim.enable(LlamaForCausalLM(config).eval())
-    return LoadedModel(model, PreTrainedTokenizerFast(tokenizer_object=tokenizer), "tiny", "tiny")
+def loaded(byte_model) -> LoadedModel:
+    return byte_model
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,7 @@ def test_what_lies_beyond_the_valid_tokens_is_never_read(recipe, native_kernels)
     kept = {entry.block for entry in cache.table.rows[0]}
     for slab, start in zip(store.pool.slabs, store.pool.starts, strict=True):
         for parts in slab.values():
-            for name, tensor in parts.items():
+            for tensor in parts.values():
                 poison = 255 if tensor.dtype == torch.uint8 else torch.nan
                 for index in range(len(tensor)):
                     if start + index not in kept:
@@ -404,10 +404,8 @@ def test_the_digest_follows_the_sources(monkeypatch, tmp_path):
 
 def test_structs_have_the_size_that_the_compiler_gives_them(tmp_path):
     """A field that one side forgot would shift all that follow it."""
-    names = {
-        **{"kvs_part": abi.Part, "kvs_side": abi.Side, "kvs_step": abi.Step, "kvs_row": abi.Row},
-        **{"kvs_exact": abi.Exact, "kvs_attend": abi.Attend, "kvs_encode": abi.Encode},
-    }
+    structs = (abi.Part, abi.Segment, abi.Side, abi.Step, abi.Row, abi.Exact, abi.Attend, abi.Encode)
+    names = {f"kvs_{struct.__name__.lower()}": struct for struct in structs}
     lines = "".join(f'printf("{name} %zu\\n", sizeof({name}));' for name in names)
     source = tmp_path / "sizes.cpp"
     source.write_text(f'#include <cstdio>\n#include "{build.SOURCES / "kvslim.h"}"\nint main() {{ {lines} }}\n')

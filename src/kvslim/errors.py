@@ -22,6 +22,10 @@ class ModelFileError(InputError):
     """A model file or folder is missing, truncated or foreign."""
 
 
+class ResultFileError(InputError):
+    """A file of results is damaged, belongs to another evaluation, or cannot be written."""
+
+
 class FetchError(KVSlimError):
     """A download did not succeed; what was there before is untouched."""
 

@@ -38,6 +38,16 @@ ModelsDir = Annotated[
 ]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed for sampling.")]
+TextFile = Annotated[
+    Path | None, typer.Option("--text", help="UTF-8 text file; by default the documentation inside Python.")
+]
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Prompts per forward pass.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume", "--out", "-o", help="File (JSON lines) that keeps every finished case; run again with it to go on."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 
 RECIPE = DEFAULT_RECIPE

@@ -1,9 +1,8 @@
-"""`kvslim eval`: how good is a recipe on a model."""
+"""`kvslim eval quality`: how far recipes take a model away from its 16-bit cache."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,23 +14,13 @@ from kvslim.errors import InputError
 if TYPE_CHECKING:
     from kvslim.eval.quality import Quality
 
-app = typer.Typer(help="Measure recipes on a model.", no_args_is_help=True)
 
-
-@app.callback()
-def _verbs() -> None:
-    """Without this, typer would turn a group of one verb into the verb itself."""
-
-
-@app.command()
 def quality(
     run: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
     against: options.Against = None,
-    text: Annotated[
-        Path | None, typer.Option("--text", help="UTF-8 text file; by default the documentation inside Python.")
-    ] = None,
+    text: options.TextFile = None,
     dataset: Annotated[
         str | None, typer.Option("--dataset", help="A known text from the hub instead: wikitext.")
     ] = None,
@@ -73,21 +62,6 @@ def quality(
         typer.echo(json.dumps({"kind": "quality", **found, "command": command_of(run)}))
     else:
         _show(loaded.name, f"{content.name}, {prefixes} x ({prefill} + {score}) tokens", rows)
-
-
-@app.command()
-def table(
-    files: Annotated[list[Path], typer.Argument(help="Files written by `kvslim eval quality --json`.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; standard output without.")] = None,
-) -> None:
-    """Put the results of several evaluations into one Markdown table."""
-    from kvslim.eval.compare import markdown, read_rows
-
-    text = markdown(read_rows(files))
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        out.write_text(text, encoding="utf-8")
 
 
 def _show(model: str, text: str, rows: list[Quality]) -> None:
