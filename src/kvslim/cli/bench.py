@@ -9,6 +9,8 @@ import typer
 # verb -> "module:function"
 BENCHES = {
     "decode": "kvslim.cli.bench_decode:decode",
+    "attention": "kvslim.cli.bench_kernels:attention",
+    "append": "kvslim.cli.bench_kernels:append",
 }
 
 app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
