@@ -33,6 +33,8 @@ _SNAPPED = {
     ("lloydint6", 4): ((1, 4, 7, 11, 14, 18, 24, 31), 11.46090),  # 5.9 %
     ("lloydint5", 4): ((1, 2, 4, 6, 8, 10, 12, 15), 5.83177),  # 15 %
 }
+_LARGEST_INTEGER = 128
+_INTEGER_TOLERANCE = 1e-4  # levels are rounded to fp32
 _LOG = {  # bits: smallest level, ratio
     1: (0.797885, 1.0),
     2: (0.452780, 3.335876),
@@ -68,6 +70,22 @@ def levels(kind: str, bits: int) -> torch.Tensor:
     raise RecipeError(
         f"table: kind={kind} has no {bits}-bit form; use bits {', '.join(map(str, allowed))}, or kind=lloyd"
     )
+
+
+def integer_unit(table: torch.Tensor) -> float:
+    """Return the unit that all levels of `table` are whole multiples of, none past 128 times; 0.0 where there is none."""
+    return _integer_unit(tuple(table.tolist()))
+
+
+@lru_cache(maxsize=64)
+def _integer_unit(levels: tuple[float, ...]) -> float:
+    values = torch.tensor(levels, dtype=torch.float64)
+    largest = float(values.abs().max())
+    for count in range(1, _LARGEST_INTEGER + 1):
+        multiples = values * (count / largest)
+        if float((multiples - multiples.round()).abs().max()) < _INTEGER_TOLERANCE:
+            return largest / count
+    return 0.0
 
 
 def _mirrored(positive: tuple[float, ...] | list[float]) -> torch.Tensor:

@@ -11,13 +11,12 @@
 #include <vector>
 
 #include "chain.h"
+#include "dots.h"
 #include "lanes.h"
 
 namespace KVS_NS {
 
 constexpr int ROWS = 64;
-constexpr int GROUP = W > 4 ? 8 : 4;  // rows that go through a tile together, sums in registers
-constexpr int LANES = 2 * W;  // tokens per step of the scores
 constexpr float LOWEST = -INFINITY;
 
 // Call f with `rows`, 1 .. GROUP, as a constant.
@@ -59,13 +58,14 @@ inline void gather_words(const uint8_t* rows, int64_t stride, int count, int num
 #if defined(__AVX512F__)
   for (int lane = 0; lane < LANES; lane += W) {
     const uint8_t* row[W];
-    for (int i = 0; i < W; i++) row[i] = rows + std::min(lane + i, count - 1) * stride;
-    for (int w = 0; w < number; w += 4) {
-      const __mmask8 there = __mmask8((1 << std::min(4, number - w)) - 1);
-      auto four = [&](int i) {  // rows i, i + 4, i + 8, i + 12, a quarter each
-        auto part = [&](int k) { return _mm_maskz_loadu_epi32(there, row[i + 4 * k] + 4 * w); };
-        vi x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
-        return _mm512_inserti32x4(_mm512_inserti32x4(x, part(2), 2), part(3), 3);
+    if (lane + W <= count)
+      for (int i = 0; i < W; i++) row[i] = rows + (lane + i) * stride;
+    else
+      for (int i = 0; i < W; i++) row[i] = rows + std::min(lane + i, count - 1) * stride;
+    auto turn = [&](int w, auto quarter) {  // 4 words of 16 rows; zmm i takes rows i, i + 4, i + 8, i + 12
+      auto four = [&](int i) {
+        vi x = _mm512_inserti32x4(_mm512_castsi128_si512(quarter(row[i])), quarter(row[i + 4]), 1);
+        return _mm512_inserti32x4(_mm512_inserti32x4(x, quarter(row[i + 8]), 2), quarter(row[i + 12]), 3);
       };
       const vi r0 = four(0), r1 = four(1), r2 = four(2), r3 = four(3);
       const vi a = _mm512_unpacklo_epi32(r0, r1), b = _mm512_unpacklo_epi32(r2, r3);
@@ -75,7 +75,11 @@ inline void gather_words(const uint8_t* rows, int64_t stride, int count, int num
       storei(out + LANES, _mm512_unpackhi_epi64(a, b));
       storei(out + 2 * LANES, _mm512_unpacklo_epi64(c, d));
       storei(out + 3 * LANES, _mm512_unpackhi_epi64(c, d));
-    }
+    };
+    int w = 0;
+    for (; w + 4 <= number; w += 4) turn(w, [w](const uint8_t* p) { return _mm_loadu_si128((const __m128i*)(p + 4 * w)); });
+    const __mmask8 there = __mmask8((1 << (number - w)) - 1);
+    if (w < number) turn(w, [w, there](const uint8_t* p) { return _mm_maskz_loadu_epi32(there, p + 4 * w); });
   }
 #else
   for (int t = 0; t < LANES; t += 4) {
@@ -248,6 +252,12 @@ class Task {
     partial.basis.assign(size_t(padded) * value.width, 0.0f);
     set_lookups(key, row.key_table, key_lookup);
     set_lookups(value, row.value_table, value_lookup);
+#if defined(__AVX512VNNI__)
+    key_integer = reads_codes(key) && key.width <= 512 && is_integer(key.segment[0], row.key_table, row.key_unit);
+    value_integer = reads_codes(value) && is_integer(value.segment[0], row.value_table, row.value_unit);
+    if (key_integer) key_levels.set(row.key_table, key.segment[0].bits, row.key_unit);
+    if (value_integer) value_levels.set(row.value_table, value.segment[0].bits, row.value_unit);
+#endif
     prepare_queries();
     for (int r = 0; r < rows; r++) block_gain[r] = 0;
     int done = 0;
@@ -259,6 +269,10 @@ class Task {
         const Block k = block_of(key, id), v = block_of(value, id);
         if (page.step) turn_page(double(row.origin + row.sinks + done), next);
         prepare_block(k);
+        if (e + 1 < row.entries) {  // hardware follows a stream only to the end of its page
+          fetch(block_of(key, row.blocks[e + 1]).code, key);
+          fetch(block_of(value, row.blocks[e + 1]).code, value);
+        }
         for (int t = 0; t < valid; t += TILE) packed_tile(k, v, t, std::min(TILE, valid - t), row.sinks + done + t);
       }
       done += valid;
@@ -290,8 +304,15 @@ class Task {
   Partial& partial;
   int padded;
   Lookup key_lookup[2], value_lookup[2];
+#if defined(__AVX512VNNI__)
+  bool key_integer = false, value_integer = false;
+  Levels16 key_levels, value_levels;
+  std::vector<int32_t> pairs;  // [unit][channel pair][GROUP]: two 16-bit queries
+  float pair_factor[GROUP];
+#endif
   Page page;
   float gain[ROWS], block_gain[ROWS], page_rest[ROWS];
+  float peak[ROWS];  // largest weight of the tile at hand
   std::vector<double> angle_cos, angle_sin, step_cos, step_sin;
 
   int position(int r) const { return (first + r) / group; }
@@ -313,6 +334,10 @@ class Task {
                                     : (const uint8_t*)part.slabs[slab] + inside * part.block_stride + head * part.head_stride;
     };
     return {at(side.code), at(side.token), at(side.zero), at(side.channel), at(side.offset), at(side.scale)};
+  }
+
+  static void fetch(const uint8_t* code, const kvs_side& side) {
+    for (int64_t i = 0; i < side.code.head_stride; i += 64) __builtin_prefetch(code + i);
   }
 
   // Queries in the packed basis; rows of scratch.basis are [query][width].
@@ -337,7 +362,24 @@ class Task {
       gain[r] = map_query(row.key_steps, row.key_step_count, head, dim, out);
     }
     load_queries(scratch.basis.data(), width);
+#if defined(__AVX512VNNI__)
+    if (key_integer && rows <= GROUP) load_pairs(width);
+#endif
   }
+
+#if defined(__AVX512VNNI__)
+  void load_pairs(int width) {
+    std::vector<int16_t> q(size_t(width), 0);
+    pairs.assign(size_t(width) / 2 * GROUP, 0);
+    for (int r = 0; r < rows; r++) {
+      pair_factor[r] = to_16_bits(&scratch.basis[size_t(r) * width], width, q.data()) * row.key_unit;
+      for (int p = 0; p < width / 2; p++) {
+        const int c = p / 2 * 4 + p % 2;
+        pairs[size_t(p) * GROUP + r] = int32_t(uint32_t(uint16_t(q[c])) | uint32_t(uint16_t(q[c + 2])) << 16);
+      }
+    }
+  }
+#endif
 
   std::vector<float> laid;  // queries as the scores read them: [group][channel][GROUP]
   void load_queries(const float* from, int width) {
@@ -437,6 +479,22 @@ class Task {
     const int bits = key.segment[0].bits, row_bytes = key.width * bits / 8;
     alignas(64) int32_t words[8 * LANES];
     float* out = &scratch.scores[size_t(lane)];
+#if defined(__AVX512VNNI__)
+    if (key_integer) {
+      alignas(64) int32_t sums[GROUP * LANES] = {};
+      for (int u = 0; u < key.width / UNIT; u++) {
+        gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
+        const int32_t* q = &pairs[size_t(u) * UNIT / 2 * GROUP];
+        by_bits(bits, [&](auto B) {
+          by_rows(rows, [&](auto R) { score_unit16<R.value, B.value>(key_levels, words, q, sums); });
+        });
+      }
+      for (int r = 0; r < rows; r++)
+        for (int t = 0; t < LANES; t += W)
+          store(out + r * TILE + t, to_float(loadi(sums + r * LANES + t)) * set1(pair_factor[r]));
+      return;
+    }
+#endif
     for (int r = 0; r < rows; r++) std::fill(out + r * TILE, out + r * TILE + LANES, 0.0f);
     for (int u = 0; u < key.width / UNIT; u++) {
       gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
@@ -473,11 +531,13 @@ class Task {
       convert_scales(k.token, key.token, at, count, 1, 0, scale);
       for (int t = 0; t < count; t++) scale[t] *= key_scale;
     }
-    for (int i = 0; i < count; i++) scratch.column[i] = token_index + i;
+    if (call.mask)
+      for (int i = 0; i < count; i++) scratch.column[i] = token_index + i;
+    for (int t = 0; t < TILE; t += W) store(scale + t, load(scale + t) * set1(call.scaling));
     for (int r = 0; r < rows; r++) {
-      const float bias = gain[r] + block_gain[r] + offset_gain[r];
+      const vf bias = set1((gain[r] + block_gain[r] + offset_gain[r]) * call.scaling);
       float* s = &scratch.scores[size_t(r) * TILE];
-      for (int t = 0; t < TILE; t += W) store(s + t, fma(load(s + t), load(scale + t), set1(bias)) * set1(call.scaling));
+      for (int t = 0; t < TILE; t += W) store(s + t, fma(load(s + t), load(scale + t), bias));
     }
     weigh(count, true, false, 0);
     sum_values(v, at, count);
@@ -503,16 +563,45 @@ class Task {
     float* weights = scratch.weights.data();
     for (int j = 0; j < groups; j++) {
       alignas(64) float scale[TILE], zero[TILE];
-      std::fill(scale, scale + TILE, 1.0f);
+      std::fill(scale, scale + TILE, 1.0f);  // past `count` the weights are 0
       if (group_width) convert_scales(v.token, value.token, at, count, groups, j, scale);
       if (v.zero) convert_scales(v.zero, value.zero, at, count, groups, j, zero);
-      for (int r = 0; r < rows; r++) {
-        const float* p = &scratch.scores[size_t(r) * TILE];
-        for (int t = 0; t < TILE; t += W) store(weights + r * TILE + t, load(p + t) * load(scale + t) * set1(block_scale));
+#if defined(__AVX512VNNI__)
+      alignas(64) int16_t integers[GROUP * TILE];
+      float factor[GROUP];
+      if (value_integer) {
+        float largest = 0;
+        for (int t = 0; t < count; t++) largest = std::max(largest, std::fabs(scale[t]));
+        for (int t = count; t < TILE; t++) scale[t] = 0;
+        for (int r = 0; r < rows; r++) {
+          const float top = largest * peak[r];  // no weight times its scale is larger
+          weights16(&scratch.scores[size_t(r) * TILE], scale, top > 0 ? TOP16 / top : 0.0f, integers + r * TILE);
+          factor[r] = top / TOP16 * block_scale * row.value_unit;
+        }
       }
+      const bool as_floats = !value_integer;
+#else
+      const bool as_floats = true;
+#endif
+      if (as_floats)
+        for (int r = 0; r < rows; r++) {
+          const float* p = &scratch.scores[size_t(r) * TILE];
+          for (int t = 0; t < TILE; t += W)
+            store(weights + r * TILE + t, load(p + t) * load(scale + t) * set1(block_scale));
+        }
       for (int c = j * span; c < (j + 1) * span; c += UNIT) {
         const uint8_t* unit = v.code + int64_t(at) * stride + c * bits / 8;
         float* out = &partial.basis[c];
+#if defined(__AVX512VNNI__)
+        if (value_integer) {
+          by_bits(bits, [&](auto B) {
+            by_rows(rows, [&](auto R) {
+              sum_unit16<R.value, B.value>(value_levels, unit, stride, count, integers, factor, out, value.width);
+            });
+          });
+          continue;
+        }
+#endif
         by_bits(bits, [&](auto B) {
           by_rows(rows, [&](auto R) {
             sum_unit<R.value, B.value, 0>(value_lookup[0], unit, stride, count, weights, out, value.width);
@@ -608,10 +697,12 @@ class Task {
       for (int t = W; t < TILE; t += W) largest = vmax(largest, load(s + t));
       const float top = hmax(largest);
       if (top == LOWEST) {
+        peak[r] = 0;
         std::fill(s, s + TILE, 0.0f);
         continue;
       }
       if (top > partial.top[r]) fade(r, partial.top[r] == LOWEST ? 0.0f : std::exp(partial.top[r] - top)), partial.top[r] = top;
+      peak[r] = std::exp(top - partial.top[r]);
       vf sum = set1(0);
       for (int t = 0; t < TILE; t += W) {
         const vf p = vexp(load(s + t) - set1(partial.top[r]));

@@ -59,7 +59,9 @@ struct kvs_row {
   int32_t sinks, exact;
   int64_t origin;
   const int64_t* holes;  // start, stop of each run of columns that is not stored
-  int32_t hole_count, reserved;
+  int32_t hole_count;
+  float key_unit, value_unit;  // levels of a table are small integers times this; 0: they are not
+  int32_t reserved;
 };
 
 struct kvs_exact {

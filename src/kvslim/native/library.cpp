@@ -81,7 +81,7 @@ KVS_EXPORT const char* kvs_best_isa() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
       return "avx512";
     return "avx2";
   }

@@ -3,6 +3,9 @@
 // Equals kvslim.codecs.decode.decode. Codes of up to 4 bits are looked up in registers, wider ones are converted where
 // the table is uniform and gathered otherwise. Widths that are no multiple of 32 channels take the plain loop.
 #pragma once
+#include <algorithm>
+#include <type_traits>
+
 #include "kvslim.h"
 #include "simd.h"
 
@@ -10,6 +13,8 @@ namespace KVS_NS {
 
 constexpr int UNIT = 32;    // channels per packing unit of the vector paths
 constexpr int TILE = 128;   // tokens per step of the softmax
+constexpr int GROUP = W > 4 ? 8 : 4;  // rows that go through a tile together, sums in registers
+constexpr int LANES = 2 * W;  // tokens per step of the scores
 constexpr int MAX_DIM = 1024;
 
 inline int unit_of(int width) { return width % 32 == 0 ? 32 : width % 16 == 0 ? 16 : 8; }

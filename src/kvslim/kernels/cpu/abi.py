@@ -87,6 +87,8 @@ class Row(c.Structure):
         ("origin", c.c_int64),
         ("holes", c.c_void_p),
         ("hole_count", c.c_int32),
+        ("key_unit", c.c_float),
+        ("value_unit", c.c_float),
         ("reserved", c.c_int32),
     )
 

@@ -22,7 +22,7 @@ _FLAGS = [
 ]
 _X86 = {"x86_64", "amd64"}
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512"]
 _ISA_FLAGS: dict[str, list[str]] = {"portable": [], "avx2": _AVX2, "avx512": _AVX2 + _AVX512}
 
 
