@@ -24,7 +24,7 @@ from kvslim.transforms.rope import Rope
 GOLDEN = Path(__file__).parent / "golden" / "presets.json"
 D = 64
 
-# bits per value of K and V together, all parts of a block, by the formulas of docs/recipes.md
+# bits per value of K and V together, all parts of a block, by the formulas of docs/recipes
 BITS = {
     "none": (16, 16, 16),
     "slim4": (4 + 0.5 * 16 / 128 + 16 / 64, 4 + 0.5 * 16 / 128 + 16 / 128, 4 + 0.5 * 16 / 128 + 16 / 256),
@@ -162,15 +162,16 @@ def test_a_constant_added_to_all_keys_costs_nothing(name):
     assert errors[1] < 1.1 * errors[0]
 
 
-def test_a_fragile_preset_warns_once_on_keys_with_a_large_mean():
+@pytest.mark.parametrize("name", ["turbo4", "nvfp4", "kvarn4"])
+def test_a_fragile_preset_warns_once_on_keys_with_a_large_mean(name):
     keys, queries = noise(1, 2, 300, D) + 20, noise(1, 4, 300, D)
     with pytest.warns(PackingWarning, match="use slim4") as seen:
-        feed(cache_of("turbo4+recent=0"), keys, queries, [150] * 2)
+        feed(cache_of(f"{name}+recent=0"), keys, queries, [150] * 2)
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", PackingWarning)
         feed(cache_of("slim4"), keys, queries, [300])
-        feed(cache_of("turbo4"), keys - 20, queries, [300])
+        feed(cache_of(name), keys - 20, queries, [300])
 
 
 def test_every_preset_says_where_it_comes_from_and_was_measured():

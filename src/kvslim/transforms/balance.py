@@ -7,7 +7,7 @@ token ids, see calibration) and n tokens of the prompt, t = n / (n + 256):
 
     log w = t log w_online + (1 - t) (log w_r, its mean shifted to that of log w_online)
 
-w is never 1 for want of data: rotation without balance destroys Qwen2.5's keys (docs/recipes.md).
+w is never 1 for want of data: rotation without balance destroys Qwen2.5's keys (docs/recipes/turboquant.md).
 """
 
 from __future__ import annotations

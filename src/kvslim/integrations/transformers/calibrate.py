@@ -1,6 +1,6 @@
 """Calibrate a model: one forward pass over random token ids (or a text), its keys and queries recorded per layer.
 
-Random ids serve as well as text (docs/recipes.md) and need no data. The result is cached on disk by the model's
+Random ids serve as well as text (docs/recipes/slim.md) and need no data. The result is cached on disk by the model's
 fingerprint, so a model pays its few seconds once per machine. It belongs to the model, like its weights: all caches
 share it.
 """

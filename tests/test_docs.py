@@ -1,0 +1,84 @@
+"""Figures in the documents and the presets: those of docs/results and of the layouts, and links that lead somewhere."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from kvslim.codecs.side import SidePacker
+from kvslim.eval.compare import markdown, read_rows
+from kvslim.layout import bits_per_value
+from kvslim.presets import PRESETS
+from kvslim.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted((DOCS / "recipes").glob("*.md"))
+MODELS = {"qwen0.5b": "Qwen 0.5B", "qwen1.5b": "Qwen 1.5B", "gemma270m": "Gemma 270M"}
+ROWS = {
+    model: {row["recipe"]: row for row in json.loads((DOCS / f"results/quality-{model}.json").read_text())["rows"]}
+    for model in MODELS
+}
+
+
+def short(kl: float) -> str:
+    """Two significant digits, four decimals at most: .0019, .078, 1.4."""
+    decimals = min(4, max(1, 1 - math.floor(math.log10(kl))))
+    return f"{kl:.{decimals}f}".lstrip("0")
+
+
+def bits(name: str, head_dim: int) -> float:
+    recipe = Recipe.parse(name)
+    sides = [SidePacker(side, head_dim, recipe.block, "fp16") for side in (recipe.key, recipe.value)]
+    return sum(bits_per_value(side.layout) for side in sides) / 2
+
+
+def row(name: str) -> str:
+    """The row of a preset on its family's page."""
+    found = [ROWS[model].get(name) for model in MODELS]
+    cells = (
+        [f"{bits(name, head_dim):.2f}" for head_dim in (64, 128, 256)],
+        [short(measured["kl_mean"]) if measured else "-" for measured in found],
+        [f"{measured['top1']:.3f}".lstrip("0") if measured else "-" for measured in found],
+    )
+    return f"| `{name}` | " + " | ".join(" / ".join(cell) for cell in cells) + " |"
+
+
+def test_the_table_is_what_the_command_beside_it_makes():
+    text = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    marked = re.search(r"<!-- table: made by `kvslim eval table (.*)` -->\n\n(.*)\n<!-- /table -->", text, re.DOTALL)
+    assert marked
+    assert marked[2] == markdown(read_rows(ROOT / name for name in marked[1].split()))
+
+
+def test_every_preset_has_its_row_on_a_family_page():
+    lines = [
+        line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if re.match(r"\| `\w+\d", line)
+    ]
+    assert sorted(lines) == sorted(row(name) for name in [*PRESETS, "k8v4"] if name != "none")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "none"])
+def test_figures_of_presets_are_those_measured(name):
+    measured = [
+        f"{short(ROWS[model][name]['kl_mean'])} {label}" for model, label in MODELS.items() if name in ROWS[model]
+    ]
+    assert PRESETS[name].figures == "KL " + ", ".join(measured)
+
+
+def anchors(document: Path) -> set[str]:
+    """Names of a document's headings in links."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_links_between_documents_lead_somewhere():
+    lost = []
+    for document in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")):
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", document.read_text(encoding="utf-8")):
+            path = document.parent / target if target else document
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                lost.append(f"{document.relative_to(ROOT)}: {target}#{anchor}")
+    assert not lost
