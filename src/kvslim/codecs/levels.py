@@ -73,7 +73,7 @@ def levels(kind: str, bits: int) -> torch.Tensor:
 
 
 def integer_unit(table: torch.Tensor) -> float:
-    """Return the unit that all levels of `table` are whole multiples of, none past 128 times; 0.0 where there is none."""
+    """Return the unit that all levels are whole multiples of, up to 128 times; 0.0 where there is none."""
     return _integer_unit(tuple(table.tolist()))
 
 
