@@ -38,6 +38,7 @@ RECIPES = (
     "slim4+immediate+k=rotate/table:4:feedback+v=rotate/table:4",
     "int8+sinks=0+recent=0",
 )
+PAGE_AND_SIGNS = "k=center:kind=page/rotate/qjl:4+v=rotate/table:4+block=64+immediate"
 # errors allowed, of the largest output: both sides sum in fp32 in another order; where levels are small integers and the
 # processor multiplies those, queries and weights are rounded to 15 bits (native/dots.h)
 BOUND, BOUND_INTEGER = 2e-5, 2e-4
@@ -86,6 +87,18 @@ def assert_same(cache: LayerCache, query, chunk, mask=None, score=None, bound=0.
     error = (got.float() - want.float()).abs().max() / want.float().abs().max()
     assert error < bound
     return got
+
+
+def rotary_prior(kv_heads: int) -> dict[str, torch.Tensor]:
+    """Calibration of a layer with 64 channels that turn in halves, around a large mean before RoPE."""
+    torch.manual_seed(0)
+    return {
+        "rope_pairs": torch.stack((torch.arange(32), torch.arange(32, 64))),
+        "rope_frequency": 10000.0 ** -(torch.arange(32, dtype=torch.float64) / 32),
+        "plain_mean": 5 * torch.randn(kv_heads, 64),
+        "query_moment": torch.eye(64).expand(kv_heads, 64, 64),
+        "key_power": torch.ones(kv_heads, 64),
+    }
 
 
 def usable(recipe: str, dim: int) -> bool:
@@ -193,16 +206,9 @@ def test_ragged_rows_and_padding(native_kernels):
 def test_page_means_by_position(native_kernels):
     """slim4p: what a block's rotary mean adds to its scores, at the start of a sequence and far from it."""
     dim, heads, kv_heads = 64, 4, 2
-    torch.manual_seed(0)
-    prior = {
-        "rope_pairs": torch.stack((torch.arange(32), torch.arange(32, 64))),
-        "rope_frequency": 10000.0 ** -(torch.arange(32, dtype=torch.float64) / 32),
-        "plain_mean": 5 * torch.randn(kv_heads, dim),
-        "query_moment": torch.eye(dim).expand(kv_heads, dim, dim),
-        "key_power": torch.ones(kv_heads, dim),
-    }
-    recipe = Recipe.parse("slim4p")
-    for origin in (0, 100_000):
+    prior = rotary_prior(kv_heads)
+    for name, origin in (("slim4p", 0), ("slim4p", 100_000), (PAGE_AND_SIGNS, 1000)):
+        recipe = Recipe.parse(name)
         cache = LayerCache(recipe, 0, BlockTable(BlockAllocator(), recipe.block), lambda: prior)
         cache.append(torch.randn(1, kv_heads, 500, dim), torch.randn(1, kv_heads, 500, dim))
         cache.settle(torch.randn(1, heads, 500, dim), None, torch.arange(origin, origin + 500)[None])
@@ -297,14 +303,7 @@ def test_bytes_equal_the_references(recipe, dim, block, native_kernels):
 
 def test_page_safe_bytes_equal_the_references(native_kernels):
     dim, kv_heads = 64, 2
-    torch.manual_seed(0)
-    prior = {
-        "rope_pairs": torch.stack((torch.arange(32), torch.arange(32, 64))),
-        "rope_frequency": 10000.0 ** -(torch.arange(32, dtype=torch.float64) / 32),
-        "plain_mean": 5 * torch.randn(kv_heads, dim),
-        "query_moment": torch.eye(dim).expand(kv_heads, dim, dim),
-        "key_power": torch.ones(kv_heads, dim),
-    }
+    prior = rotary_prior(kv_heads)
     recipe = Recipe.parse("slim3p")
     cache = LayerCache(recipe, 0, BlockTable(BlockAllocator(), recipe.block), lambda: prior)
     cache.append(torch.randn(1, kv_heads, 300, dim), torch.randn(1, kv_heads, 300, dim))

@@ -257,7 +257,7 @@ class _Pass:
         assert self.view.frozen is not None
         frozen = self.view.frozen[0 if side == "k" else 1]
         x = decode(self.store.pool.read(side, blocks), frozen.table)  # [n, G, P, D]
-        offset = frozen.chain.offset(starts)
+        offset = frozen.offset(starts, x.shape[-1])
         if offset is not None:
             x = x + offset.unsqueeze(-2)
         if all(count == self.store.block for count in valid):

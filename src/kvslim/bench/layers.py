@@ -97,6 +97,6 @@ def _tokens(
     store: LayerStore, frozen: tuple[Frozen, Frozen], side: int, entries: list[Entry], starts: torch.Tensor
 ) -> torch.Tensor:
     x = decode(store.pool.read("kv"[side], [entry.block for entry in entries]), frozen[side].table)
-    offset = frozen[side].chain.offset(starts)
+    offset = frozen[side].offset(starts, x.shape[-1])
     x = x if offset is None else x + offset.unsqueeze(-2)
     return torch.cat([x[i, :, : entry.valid] for i, entry in enumerate(entries)], dim=1)

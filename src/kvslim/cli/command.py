@@ -23,5 +23,11 @@ def command_of(context: typer.Context) -> str:
             words.append(flag)
         else:
             text = str(value)
-            words += [flag, Path(text).name if os.sep in text else text]
+            words += [flag, _without_folder(text)]
     return shlex.join(words)
+
+
+def _without_folder(text: str) -> str:
+    """Last name of a path of this machine; anything else, such as a hub id or 32/8x128, as it is."""
+    path = Path(text)
+    return path.name if path.is_absolute() or (os.sep in text and path.exists()) else text

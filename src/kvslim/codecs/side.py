@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+from torch.nn.functional import pad
 
 from kvslim.codecs import build_codec
 from kvslim.codecs.base import Codec
@@ -46,6 +47,14 @@ class Frozen:
         if self.moment is not None:
             owned["moment"] = self.moment
         return owned
+
+    def offset(self, starts: torch.Tensor, width: int) -> torch.Tensor | None:
+        """Mean that the chain removed from blocks at `starts`, (blocks, kv_heads, width), or None.
+
+        Stored channels beyond head_dim (a residual's signs) have none.
+        """
+        offset = self.chain.offset(starts)
+        return None if offset is None else pad(offset, (0, width - offset.shape[-1]))
 
     def factor(self) -> torch.Tensor | None:
         """U of the query metric, (kv_heads, head_dim, head_dim), or None without feedback."""
