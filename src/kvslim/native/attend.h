@@ -123,10 +123,8 @@ inline __attribute__((always_inline)) void each_channel(const Lookup& lookup, co
     const vi a = code_of<BITS, C>(words, 0), b = code_of<BITS, C>(words, W);
     if constexpr (BITS <= 4)
       use(C, look(lookup.small, a), look(lookup.small, b));
-    else if (lookup.uniform)
-      use(C, to_float(a) + set1(lookup.origin), to_float(b) + set1(lookup.origin));
     else
-      use(C, gather(lookup.table, a), gather(lookup.table, b));
+      use(C, wide_values(lookup, a), wide_values(lookup, b));
     each_channel<BITS, C + 1>(lookup, words, use);
   }
 }
@@ -313,6 +311,7 @@ class Task {
   Page page;
   float gain[ROWS], block_gain[ROWS], page_rest[ROWS];
   float peak[ROWS];  // largest weight of the tile at hand
+  int used = 0;      // its tokens, rounded up to whole steps of the scores
   std::vector<double> angle_cos, angle_sin, step_cos, step_sin;
 
   int position(int r) const { return (first + r) / group; }
@@ -381,6 +380,7 @@ class Task {
   }
 #endif
 
+  std::vector<float> folded;  // laid, times a block's channel scales
   std::vector<float> laid;  // queries as the scores read them: [group][channel][GROUP]
   void load_queries(const float* from, int width) {
     laid.assign(size_t(padded) * width, 0.0f);
@@ -423,7 +423,14 @@ class Task {
     key_scale = k.scale ? scale_at(k.scale, key.scale.dtype, 0) : 1.0f;
     std::fill(offset_gain, offset_gain + rows, 0.0f);
     if (!reads_codes(call.key)) return;
-    if (k.channel) convert(k.channel, key.channel.dtype, 0, key.width, channel);
+    if (k.channel) {
+      convert(k.channel, key.channel.dtype, 0, key.width, channel);
+      if (fuses(k)) {
+        folded.resize(laid.size());
+        for (int c = 0; c < key.width; c++)
+          for (int r = 0; r < GROUP; r++) folded[c * GROUP + r] = laid[c * GROUP + r] * channel[c];
+      }
+    }
     if (k.offset) {
       convert(k.offset, key.offset.dtype, 0, key.width, offset);
       for (int r = 0; r < rows; r++) offset_gain[r] = dot(&scratch.basis[size_t(r) * key.width], offset, key.width);
@@ -446,7 +453,7 @@ class Task {
       float* out = columns + u * UNIT * LANES;
       by_bits(bits, [&](auto B) { unpack_columns<B.value>(key_lookup[0], words, out); });
     }
-    if (key.segment[0].group && !scaled_after(k)) {
+    if (key.segment[0].group && (k.channel || !scaled_after(k))) {
       for (int j = 0; j < groups; j++) {
         alignas(64) float scale[LANES] = {}, zero[LANES] = {};
         for (int t = 0; t < count; t++) {
@@ -468,11 +475,14 @@ class Task {
         }
   }
 
-  // Whether all there is beyond a key's codes is a factor on its score.
+  // Whether all there is beyond a key's codes is a factor on its score, or on the query's channels.
   bool scaled_after(const Block& k) const {
     const int group = call.key.segment[0].group;
-    return (group == 0 || group == call.key.width) && !k.zero && !k.channel;
+    return (group == 0 || group == call.key.width) && !k.zero;
   }
+
+  // Whether scores are summed straight from the codes: few rows, so that nothing is gained by unpacking once for all.
+  bool fuses(const Block& k) const { return W > 4 && rows <= GROUP && reads_codes(call.key) && scaled_after(k); }
 
   void score_codes(const Block& k, int at, int count, int lane) {
     const kvs_side& key = call.key;
@@ -480,7 +490,7 @@ class Task {
     alignas(64) int32_t words[8 * LANES];
     float* out = &scratch.scores[size_t(lane)];
 #if defined(__AVX512VNNI__)
-    if (key_integer) {
+    if (key_integer && !k.channel) {
       alignas(64) int32_t sums[GROUP * LANES] = {};
       for (int u = 0; u < key.width / UNIT; u++) {
         gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
@@ -498,7 +508,7 @@ class Task {
     for (int r = 0; r < rows; r++) std::fill(out + r * TILE, out + r * TILE + LANES, 0.0f);
     for (int u = 0; u < key.width / UNIT; u++) {
       gather_words(k.code + int64_t(at) * row_bytes + u * 4 * bits, row_bytes, count, bits, words);
-      const float* q = &laid[size_t(u) * UNIT * GROUP];
+      const float* q = &(k.channel ? folded : laid)[size_t(u) * UNIT * GROUP];
       by_bits(bits, [&](auto B) {
         by_rows(rows, [&](auto R) { score_unit<R.value, B.value>(key_lookup[0], words, q, out); });
       });
@@ -514,8 +524,9 @@ class Task {
   }
 
   void packed_tile(const Block& k, const Block& v, int at, int count, int token_index) {
+    used = (count + LANES - 1) / LANES * LANES;
     const kvs_side& key = call.key;
-    const bool by_columns = reads_codes(call.key), fused = by_columns && W > 4 && rows <= GROUP && scaled_after(k);
+    const bool by_columns = reads_codes(call.key), fused = fuses(k);
     for (int lane = 0; lane < count; lane += LANES) {
       const int n = std::min(LANES, count - lane);
       if (fused) {
@@ -526,18 +537,18 @@ class Task {
       }
     }
     alignas(64) float scale[TILE];
-    for (int t = 0; t < TILE; t++) scale[t] = by_columns ? key_scale : 1.0f;
-    if (by_columns && key.segment[0].group && scaled_after(k)) {
+    for (int t = 0; t < used; t++) scale[t] = by_columns ? key_scale : 1.0f;
+    if (by_columns && key.segment[0].group && scaled_after(k) && (fused || !k.channel)) {
       convert_scales(k.token, key.token, at, count, 1, 0, scale);
       for (int t = 0; t < count; t++) scale[t] *= key_scale;
     }
     if (call.mask)
       for (int i = 0; i < count; i++) scratch.column[i] = token_index + i;
-    for (int t = 0; t < TILE; t += W) store(scale + t, load(scale + t) * set1(call.scaling));
+    for (int t = 0; t < used; t += W) store(scale + t, load(scale + t) * set1(call.scaling));
     for (int r = 0; r < rows; r++) {
       const vf bias = set1((gain[r] + block_gain[r] + offset_gain[r]) * call.scaling);
       float* s = &scratch.scores[size_t(r) * TILE];
-      for (int t = 0; t < TILE; t += W) store(s + t, fma(load(s + t), load(scale + t), bias));
+      for (int t = 0; t < used; t += W) store(s + t, fma(load(s + t), load(scale + t), bias));
     }
     weigh(count, true, false, 0);
     sum_values(v, at, count);
@@ -563,7 +574,7 @@ class Task {
     float* weights = scratch.weights.data();
     for (int j = 0; j < groups; j++) {
       alignas(64) float scale[TILE], zero[TILE];
-      std::fill(scale, scale + TILE, 1.0f);  // past `count` the weights are 0
+      std::fill(scale, scale + used, 1.0f);  // past `count` the weights are 0
       if (group_width) convert_scales(v.token, value.token, at, count, groups, j, scale);
       if (v.zero) convert_scales(v.zero, value.zero, at, count, groups, j, zero);
 #if defined(__AVX512VNNI__)
@@ -572,10 +583,10 @@ class Task {
       if (value_integer) {
         float largest = 0;
         for (int t = 0; t < count; t++) largest = std::max(largest, std::fabs(scale[t]));
-        for (int t = count; t < TILE; t++) scale[t] = 0;
+        for (int t = count; t < used; t++) scale[t] = 0;
         for (int r = 0; r < rows; r++) {
           const float top = largest * peak[r];  // no weight times its scale is larger
-          weights16(&scratch.scores[size_t(r) * TILE], scale, top > 0 ? TOP16 / top : 0.0f, integers + r * TILE);
+          weights16(&scratch.scores[size_t(r) * TILE], scale, top > 0 ? TOP16 / top : 0.0f, used, integers + r * TILE);
           factor[r] = top / TOP16 * block_scale * row.value_unit;
         }
       }
@@ -586,7 +597,7 @@ class Task {
       if (as_floats)
         for (int r = 0; r < rows; r++) {
           const float* p = &scratch.scores[size_t(r) * TILE];
-          for (int t = 0; t < TILE; t += W)
+          for (int t = 0; t < used; t += W)
             store(weights + r * TILE + t, load(p + t) * load(scale + t) * set1(block_scale));
         }
       for (int c = j * span; c < (j + 1) * span; c += UNIT) {
@@ -634,6 +645,7 @@ class Task {
   }
 
   void exact_tile(const kvs_exact& from, int at, int count, bool is_chunk) {
+    used = (count + LANES - 1) / LANES * LANES;
     const int dim = call.key.head_dim, value_dim = call.value.head_dim;
     float* decoded = scratch.rows.data();
     const int64_t k0 = sequence * from.key_row + head * from.key_head, v0 = sequence * from.value_row + head * from.value_head;
@@ -650,7 +662,7 @@ class Task {
     }
     for (int r = 0; r < rows; r++) {
       float* s = &scratch.scores[size_t(r) * TILE];
-      for (int t = 0; t < TILE; t += W) store(s + t, load(s + t) * set1(call.scaling));
+      for (int t = 0; t < used; t += W) store(s + t, load(s + t) * set1(call.scaling));
     }
     weigh(count, false, is_chunk, at);
     for (int t = 0; t < count; t++)
@@ -685,26 +697,26 @@ class Task {
     for (int r = 0; r < rows; r++) {
       float* s = &scratch.scores[size_t(r) * TILE];
       if (call.softcap > 0)
-        for (int t = 0; t < TILE; t += W)
+        for (int t = 0; t < used; t += W)
           store(s + t, vtanh(load(s + t) * set1(1.0f / call.softcap)) * set1(call.softcap));
       int seen = count;
       if (call.mask)
         add_mask(s, r, count);
       else if (is_chunk && call.causal && call.chunk_tokens > 1)
         seen = std::max(0, std::min(count, position(r) - chunk_at + 1));
-      for (int t = seen; t < TILE; t++) s[t] = LOWEST;
+      for (int t = seen; t < used; t++) s[t] = LOWEST;
       vf largest = load(s);
-      for (int t = W; t < TILE; t += W) largest = vmax(largest, load(s + t));
+      for (int t = W; t < used; t += W) largest = vmax(largest, load(s + t));
       const float top = hmax(largest);
       if (top == LOWEST) {
         peak[r] = 0;
-        std::fill(s, s + TILE, 0.0f);
+        std::fill(s, s + used, 0.0f);
         continue;
       }
       if (top > partial.top[r]) fade(r, partial.top[r] == LOWEST ? 0.0f : std::exp(partial.top[r] - top)), partial.top[r] = top;
       peak[r] = std::exp(top - partial.top[r]);
       vf sum = set1(0);
-      for (int t = 0; t < TILE; t += W) {
+      for (int t = 0; t < used; t += W) {
         const vf p = vexp(load(s + t) - set1(partial.top[r]));
         store(s + t, p);
         sum = sum + p;

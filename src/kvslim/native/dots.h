@@ -145,8 +145,8 @@ inline void sum_unit16(const Levels16& table, const uint8_t* unit, int64_t strid
 }
 
 // Weights times `scale`, rounded to integers.
-inline void weights16(const float* weights, const float* scale, float factor, int16_t* out) {
-  for (int t = 0; t < TILE; t += W)
+inline void weights16(const float* weights, const float* scale, float factor, int count, int16_t* out) {
+  for (int t = 0; t < count; t += W)
     _mm256_storeu_si256((__m256i*)(out + t),
                         _mm512_cvtepi32_epi16(to_int(load(weights + t) * load(scale + t) * set1(factor))));
 }

@@ -57,6 +57,8 @@ struct Lookup {
   const float* table;
   float origin;
   bool uniform;
+  int float8_shift;  // 8-bit floats: how far a byte is shifted to be an fp16; 0 where the table is something else
+  float float8_unit;
   alignas(64) float copy[16];
 
   void set(const float* levels, int bits) {
@@ -69,8 +71,35 @@ struct Lookup {
     origin = levels[0];
     uniform = true;
     for (int i = 1; i < count && uniform; i++) uniform = levels[i] == origin + float(i);
+    float8_shift = 0;
+    for (int shift : {7, 8})  // E4M3, E5M2
+      if (bits == 8 && !uniform && !float8_shift && is_float8(levels, shift)) float8_shift = shift;
+  }
+
+ private:
+  static uint16_t half_of(int code, int shift) { return uint16_t((code & 0x80) << 8 | (code & 0x7f) << shift); }
+
+  // NaN and infinities, which are never stored, read 0 in the table.
+  bool is_float8(const float* levels, int shift) {
+    float8_unit = levels[1] / half_to_float(half_of(1, shift));
+    for (int i = 0; i < 256; i++)
+      if (levels[i] != 0 && levels[i] != half_to_float(half_of(i, shift)) * float8_unit) return false;
+    return true;
   }
 };
+
+// Table values of 8-bit codes.
+inline vf wide_values(const Lookup& lookup, vi codes) {
+  if (lookup.uniform) return to_float(codes) + set1(lookup.origin);
+#if defined(__AVX512F__)
+  if (lookup.float8_shift) {
+    const vi sign = sll<8>(andi(codes, seti(0x80)));
+    const vi half = ori(sign, _mm512_sllv_epi32(andi(codes, seti(0x7f)), seti(lookup.float8_shift)));
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(half)) * set1(lookup.float8_unit);
+  }
+#endif
+  return gather(lookup.table, codes);
+}
 
 // Codes of channels C0 .. C0 + W - 1 of a unit. Bits above the code's own are left in where `look` ignores them.
 template <int BITS, int C0>
@@ -95,9 +124,10 @@ inline vi codes_at(const uint8_t* unit) {
 template <int BITS, int C0>
 inline vf values_at(const Lookup& lookup, const uint8_t* unit) {
   vi codes = codes_at<BITS, C0>(unit);
-  if constexpr (BITS <= 4) return look(lookup.small, codes);
-  if (lookup.uniform) return to_float(codes) + set1(lookup.origin);
-  return gather(lookup.table, codes);
+  if constexpr (BITS <= 4)
+    return look(lookup.small, codes);
+  else
+    return wide_values(lookup, codes);
 }
 
 // One segment of one token, table values only, unit by unit.
