@@ -94,10 +94,10 @@ class LayerCache:
         StateError
             Autograd is on for these tensors, or the previous chunk was never attended to.
         """
-        self._check(key, value)
+        sizes = self._check(key, value)
         if self.store is None or (not self.store.rows and self._shapes(self.store) != self._shapes_of(key, value)):
             self.store = self._build(key, value)
-        self._check_range(self.store, key, value)
+        self._check_range(self.store, key.dtype, sizes)
         self._fresh = not self.store.rows
         if self.step is not None:
             self.step.enter(self.layer, self.clear if self._fresh else self._drop)
@@ -186,7 +186,8 @@ class LayerCache:
             prior=self.prior,
         )
 
-    def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _check(self, key: torch.Tensor, value: torch.Tensor) -> tuple[float, float]:
+        """Refuse what cannot be stored; returns the largest magnitude of keys and of values."""
         if self.pending is not None:
             raise StateError(f"layer {self.layer}: the last chunk was never attended to; call attend() first")
         if key.dtype not in DTYPE_NAMES:
@@ -195,8 +196,9 @@ class LayerCache:
             raise StateError(
                 f"layer {self.layer}: a packed cache does not carry gradients; run under torch.no_grad() or generate()"
             )
-        for name, states in (("keys", key), ("values", value)):
-            if not math.isfinite(_largest(states)):
+        sizes = _largest(key), _largest(value)
+        for name, states, size in zip(("keys", "values"), (key, value), sizes, strict=True):
+            if not math.isfinite(size):
                 row, _, token, _ = (~torch.isfinite(states)).nonzero()[0].tolist()
                 raise InputError(
                     f"layer {self.layer}: {name} contain NaN or Inf at position {self.length + token} of sequence "
@@ -205,18 +207,19 @@ class LayerCache:
                 )
         store = self.store
         if store is None or not store.rows:
-            return
+            return sizes
         want, got = (len(store.rows), *self._shapes(store)), (key.shape[0], *self._shapes_of(key, value))
         if want != got:
             raise InputError(
                 f"layer {self.layer}: (batch, kv_heads, key dim, value dim, device) is {got}, the cache holds {want}; "
                 "use a new cache for another model or batch"
             )
+        return sizes
 
-    def _check_range(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> None:
-        for name, states, dtype in zip(("keys", "values"), (key, value), store.dtypes, strict=True):
+    def _check_range(self, store: LayerStore, given: torch.dtype, sizes: tuple[float, float]) -> None:
+        for name, largest, dtype in zip(("keys", "values"), sizes, store.dtypes, strict=True):
             limit = torch.finfo(dtype).max
-            if limit < torch.finfo(states.dtype).max and (largest := _largest(states)) > limit:
+            if limit < torch.finfo(given).max and largest > limit:
                 raise InputError(
                     f"layer {self.layer}: {name} reach {largest:.3g}, past the {limit:.0f} of {DTYPE_NAMES[dtype]}; "
                     "add '+exact=fp32' to the recipe"
@@ -325,8 +328,8 @@ def _largest(states: torch.Tensor) -> float:
     """Largest magnitude; NaN or Inf if there is one."""
     if not states.numel():
         return 0.0
-    low, high = states.aminmax()
-    return float(torch.maximum(-low, high))
+    low, high = (float(edge) for edge in states.aminmax())
+    return high if math.isnan(high) else max(-low, high)
 
 
 def _is_visible(mask: torch.Tensor) -> torch.Tensor:
