@@ -11,7 +11,7 @@
 namespace KVS_NS {
 
 constexpr float TOP16 = 32767.0f;
-constexpr int LARGEST_LEVEL = 127;  // TOP16 * 127 * TILE and TOP16 * 127 * 512 / 2 stay below 2^31
+constexpr int LARGEST_LEVEL = 127;  // TOP16 * 128 * 512, all channels of a wide head, stays below 2^31
 
 // A table of 16-bit levels for `vpermw`, which looks at five bits of an index: what lies above a code is ignored.
 struct Levels16 {
