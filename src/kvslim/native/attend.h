@@ -267,7 +267,7 @@ class Task {
         const Block k = block_of(key, id), v = block_of(value, id);
         if (page.step) turn_page(double(row.origin + row.sinks + done), next);
         prepare_block(k);
-        if (e + 1 < row.entries) {  // hardware follows a stream only to the end of its page
+        if (done + valid < row.packed) {  // hardware follows a stream only to the end of its page
           fetch(block_of(key, row.blocks[e + 1]).code, key);
           fetch(block_of(value, row.blocks[e + 1]).code, value);
         }
