@@ -27,8 +27,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of a chunk over everything stored and itself; shapes as in `reference.attend`."""
     layer = _layer(store)
-    library = None if isinstance(layer, str) else native()
-    if library is None or isinstance(layer, str):
+    if isinstance(layer, str) or (library := native()) is None:
         return reference.attend(query, store, chunk, mask, score, causal=causal)
     try:
         return layer.attend(library, query, store, chunk, mask, score, causal=causal)

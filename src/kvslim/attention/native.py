@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from weakref import WeakKeyDictionary
 
 import torch
 
 from kvslim.attention.reference import Score
-from kvslim.codecs.levels import integer_unit
-from kvslim.codecs.side import Frozen
 from kvslim.kernels.cpu import abi
-from kvslim.kernels.cpu.chain import NoNativeFormError, Steps, native_steps
+from kvslim.kernels.cpu.chain import NoNativeFormError, native_steps
 from kvslim.kernels.cpu.library import Library
 from kvslim.kernels.cpu.reader import Reader
 from kvslim.store.layer import LayerStore, Row
@@ -35,8 +32,6 @@ class NativeLayer:
         key, value = store.packers
         self._reader = Reader((key.layout, value.layout), store.kv_heads)
         self._slabs = -1
-        self._steps: WeakKeyDictionary[Frozen, Steps] = WeakKeyDictionary()
-        self._units: WeakKeyDictionary[Frozen, tuple[float, float]] = WeakKeyDictionary()
         self._rows: ctypes.Array[abi.Row] = (abi.Row * 0)()
 
     def attend(
@@ -85,30 +80,15 @@ class NativeLayer:
         target.entries = 0
         if row.packed:
             assert row.frozen is not None
-            key, value = (self._steps_of(side, store, which) for which, side in enumerate(row.frozen))
+            key, value = (native_steps(*side) for side in zip(store.packers, row.frozen, strict=True))
+            if abi.PAGE in value.kinds:
+                raise NoNativeFormError("center:kind=page on values")
             target.key_steps, target.key_step_count = key.address, len(key.kinds)
             target.value_steps, target.value_step_count = value.address, len(value.kinds)
             tables = [side.table for side in row.frozen]
             target.key_table, target.value_table = (None if table is None else table.data_ptr() for table in tables)
-            target.key_unit, target.value_unit = self._units_of(row.frozen)
+            target.key_unit, target.value_unit = key.unit, value.unit
             blocks, valid = store.table.arrays(index)
             target.blocks, target.valid, target.entries = blocks.buffer_info()[0], valid.buffer_info()[0], len(blocks)
             target.copied, target.source = store.table.copied(index)
         return holes
-
-    def _units_of(self, frozen: tuple[Frozen, Frozen]) -> tuple[float, float]:
-        units = self._units.get(frozen[0])
-        if units is None:
-            key, value = (0.0 if side.table is None else integer_unit(side.table) for side in frozen)
-            units = self._units[frozen[0]] = key, value
-        return units
-
-    def _steps_of(self, frozen: Frozen, store: LayerStore, which: int) -> Steps:
-        steps = self._steps.get(frozen)
-        if steps is None:
-            codec = store.packers[which].codec
-            steps = native_steps(frozen.chain, store.head_dims[which], codec)
-            if which == 1 and abi.PAGE in steps.kinds:
-                raise NoNativeFormError("center:kind=page on values")
-            self._steps[frozen] = steps
-        return steps

@@ -10,6 +10,7 @@ import torch
 
 from kvslim.bench.layers import Shape, filled_layer
 from kvslim.bench.turns import cpu_seconds
+from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.kernels.cpu import encoder
 from kvslim.kernels.cpu.library import native
 from kvslim.kernels.encode import encode
@@ -75,7 +76,7 @@ def measure_append(
                 for side, packer, own in zip("kv", store.packers, frozen, strict=True):
                     fast = _call(encode, packer, x, own, starts)
                     slow = _call(lambda packer, *rest: packer.encode(*rest), packer, x, own, starts)
-                    kernel = _kernel(packer)
+                    kernel = _kernel(packer, own)
                     row = AppendRow(
                         str(shape), recipe.label, side, kernel, count, torch.get_num_threads(), _same(fast(), slow())
                     )
@@ -88,9 +89,9 @@ def _call(function: Callable[..., PackedBlock], *arguments: Any) -> Callable[[],
     return lambda: function(*arguments)
 
 
-def _kernel(packer: Any) -> str:
+def _kernel(packer: SidePacker, frozen: Frozen) -> str:
     library = native()
-    return "reference" if library is None or encoder.refusal(packer) else f"native {library.isa}"
+    return "reference" if library is None or encoder.refusal(packer, frozen) else f"native {library.isa}"
 
 
 def _same(one: PackedBlock, other: PackedBlock) -> bool:

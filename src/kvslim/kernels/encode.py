@@ -6,7 +6,6 @@ import torch
 
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.kernels.cpu import encoder
-from kvslim.kernels.cpu.chain import NoNativeFormError
 from kvslim.kernels.cpu.library import native
 from kvslim.layout import PackedBlock
 
@@ -22,10 +21,7 @@ def encode(packer: SidePacker, x: torch.Tensor, frozen: Frozen, starts: torch.Te
     starts : Tensor of shape (blocks,), int64
         Position of each block's first slot.
     """
-    library = native() if x.device.type == "cpu" and not encoder.refusal(packer) else None
-    if library is not None:
-        try:
-            return encoder.encode(library, packer, x, frozen, starts)
-        except NoNativeFormError:  # a transform; explain() of the attention dispatch names it for the reader as well
-            pass
-    return packer.encode(x.float(), frozen, starts)
+    library = native() if x.device.type == "cpu" and not encoder.refusal(packer, frozen) else None
+    if library is None:
+        return packer.encode(x.float(), frozen, starts)
+    return encoder.encode(library, packer, x, frozen, starts)

@@ -6,14 +6,16 @@ import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from kvslim.codecs.base import Codec
+from kvslim.codecs.levels import integer_unit
 from kvslim.codecs.qjl import QJLCodec, query_sketch
+from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.kernels.cpu import abi
 from kvslim.transforms.balance import Balanced
-from kvslim.transforms.base import Chain, Fitted
+from kvslim.transforms.base import Fitted
 from kvslim.transforms.center import Mean, PageMean
 from kvslim.transforms.outlier import Permutation
 from kvslim.transforms.rotate import Rotation, block_size, part_widths, rotation_matrix, sign_vector
@@ -25,7 +27,7 @@ class NoNativeFormError(Exception):
 
 @dataclass(frozen=True)
 class Steps:
-    """A chain in native form.
+    """A frozen side in native form.
 
     Attributes
     ----------
@@ -33,11 +35,14 @@ class Steps:
     kinds : tuple of int
     kept : tuple of Tensor
         What the pointers point to.
+    unit : float
+        What all levels of the code table are whole multiples of; 0 where there is none.
     """
 
     array: Any
     kinds: tuple[int, ...]
     kept: tuple[torch.Tensor, ...]
+    unit: float
 
     @property
     def address(self) -> int:
@@ -45,24 +50,36 @@ class Steps:
         return ctypes.addressof(self.array)
 
 
-def native_steps(chain: Chain, head_dim: int, codec: Codec) -> Steps:
-    """Translate a chain and what the codec does to queries.
+_KNOWN: WeakKeyDictionary[Frozen, Steps] = WeakKeyDictionary()
+
+
+def native_steps(packer: SidePacker, frozen: Frozen) -> Steps:
+    """Translate the chain of a frozen side and what its codec does to queries; once, it never changes.
 
     Raises
     ------
     NoNativeFormError
         A step is not known.
     """
+    steps = _KNOWN.get(frozen)
+    if steps is None:
+        steps = _KNOWN[frozen] = _translated(packer, frozen)
+    return steps
+
+
+def _translated(packer: SidePacker, frozen: Frozen) -> Steps:
+    head_dim = packer.layout.head_dim
     steps: list[abi.Step] = []
     kept: list[torch.Tensor] = []
-    for fitted in chain.steps:
+    for fitted in frozen.chain.steps:
         for kind, tensor, fields in _native(fitted, head_dim):
             steps.append(_step(kind, tensor, kept, **fields))
     if steps[1:] and any(step.kind == abi.PAGE for step in steps[1:]):
         raise NoNativeFormError("center:kind=page after another transform")
-    if isinstance(codec, QJLCodec):
+    if isinstance(packer.codec, QJLCodec):
         steps.append(_step(abi.EXPAND, query_sketch(head_dim, "cpu"), kept, width=head_dim))
-    return Steps((abi.Step * max(1, len(steps)))(*steps), tuple(step.kind for step in steps), tuple(kept))
+    unit = 0.0 if frozen.table is None else integer_unit(frozen.table)
+    return Steps((abi.Step * max(1, len(steps)))(*steps), tuple(step.kind for step in steps), tuple(kept), unit)
 
 
 def _step(kind: int, tensor: torch.Tensor | None, kept: list[torch.Tensor], **fields: Any) -> abi.Step:

@@ -21,30 +21,27 @@ _FITS = {"plain": 0, "ls": 1, "search": 1, "norm": 2, "eden": 3}
 _SMALL = 64  # token vectors below which waking another thread costs more than it saves
 
 
-def refusal(packer: SidePacker) -> str:
-    """Why `packer` has no native encoder; empty if it has one."""
+def refusal(packer: SidePacker, frozen: Frozen) -> str:
+    """Why a frozen side has no native encoder; empty if it has one."""
     codec = packer.codec
     if not isinstance(codec, TableCodec):
         return f"codec {type(codec).__name__}"
     if codec.std or codec.scale != "token":
         return "table codes with " + ("std" if codec.std else f"scale={codec.scale}")
-    return ""
+    try:
+        kinds = native_steps(packer, frozen).kinds
+    except NoNativeFormError as missing:
+        return str(missing)
+    return "a random orthogonal rotation" if abi.MATRIX in kinds else ""
 
 
 def encode(library: Library, packer: SidePacker, x: torch.Tensor, frozen: Frozen, starts: torch.Tensor) -> PackedBlock:
     """Encode tokens of shape (blocks, kv_heads, tokens, head_dim), in any float dtype, as the model made them.
 
-    Raises
-    ------
-    NoNativeFormError
-        The codec or a transform is not known; nothing has been done.
+    For sides that `refusal` has nothing against.
     """
-    codec = packer.codec
-    if not isinstance(codec, TableCodec) or refusal(packer):
-        raise NoNativeFormError(refusal(packer))
-    steps = native_steps(frozen.chain, x.shape[-1], codec)
-    if abi.MATRIX in steps.kinds:
-        raise NoNativeFormError("a random orthogonal rotation")
+    codec, steps = packer.codec, native_steps(packer, frozen)
+    assert isinstance(codec, TableCodec)
     x = x if x.stride(-1) == 1 else x.contiguous()
     blocks, heads, tokens, head_dim = x.shape
     parts = {
