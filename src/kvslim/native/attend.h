@@ -1,7 +1,8 @@
 // Attention of a chunk over {sinks, packed blocks, tail, the chunk itself}; equals kvslim.attention.reference.attend.
 //
-// Scores take tokens in the lanes of a vector (a tile of packed codes is transposed as bytes, a quarter of the work of
-// doing it in floats), values take channels. All sums are fp32. Nothing longer than a tile is ever made dense.
+// Scores take tokens in the lanes of a vector (a tile of packed codes is transposed as 32-bit words, an eighth of the work
+// of doing it in floats at 4 bits), values take channels. Sums are fp32, or integers as dots.h says. Nothing longer than a
+// tile is ever made dense.
 //
 // A task is one sequence, one kv head, up to ROWS query rows and a range of the packed tokens; tasks are merged by
 // log-sum-exp. Rows of a task: query positions, and within each the query heads that share the kv head.
@@ -153,9 +154,9 @@ inline void score_unit(const Lookup& lookup, const int32_t* words, const float* 
   for (int r = 0; r < R; r++) store(scores + r * TILE, sum[r][0]), store(scores + r * TILE + W, sum[r][1]);
 }
 
-// scores[r][LANES] = sum_c q[c][r] * columns[c][LANES], q in rows of GROUP
+// scores[r][t] = sum_c q[c][r] * columns[c][LANES], q in rows of GROUP
 template <int R>
-inline void score_rows(const float* columns, int width, const float* q, float* scores, int stride) {
+inline void score_rows(const float* columns, int width, const float* q, float* scores) {
   vf sum[R][2];
   for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = set1(0);
   for (int c = 0; c < width; c++) {
@@ -166,7 +167,7 @@ inline void score_rows(const float* columns, int width, const float* q, float* s
       sum[r][1] = fma(a, y, sum[r][1]);
     }
   }
-  for (int r = 0; r < R; r++) store(scores + r * stride, sum[r][0]), store(scores + r * stride + W, sum[r][1]);
+  for (int r = 0; r < R; r++) store(scores + r * TILE, sum[r][0]), store(scores + r * TILE + W, sum[r][1]);
 }
 
 // out[r][C0 .. C0 + 2W) += sum_t weights[r][t] * values of one unit
@@ -519,7 +520,7 @@ class Task {
     for (int r = 0; r < rows; r += GROUP) {
       const float* q = &laid[size_t(r / GROUP) * width * GROUP];
       float* out = &scratch.scores[size_t(r) * TILE + lane];
-      by_rows(std::min(GROUP, rows - r), [&](auto R) { score_rows<R.value>(columns, width, q, out, TILE); });
+      by_rows(std::min(GROUP, rows - r), [&](auto R) { score_rows<R.value>(columns, width, q, out); });
     }
   }
 

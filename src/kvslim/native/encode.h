@@ -39,11 +39,9 @@ struct Levels {
   Lookup values;
   Table16 shifted[4];
   alignas(64) float copies[4][16];
-  int bits;
 
-  Levels(const float* table, int bits) : edges(table + (1 << bits)), bits(bits) {
+  Levels(const float* table, int bits) : edges(table + (1 << bits)) {
     values.set(table, bits);
-    values.uniform = false;
     if (bits > 4) return;
     const int count = (1 << bits) - 1;
     for (int s = 0; s < 4; s++) {
@@ -71,8 +69,7 @@ class Encoder {
   Encoder(const kvs_encode& call) : call(call), dim(call.head_dim), levels(call.table, call.bits) {
     lanes = (call.tokens + W - 1) / W * W;
     all.resize(size_t(dim) * lanes);
-    fold.resize(size_t(std::max(dim, call.tokens)));
-    z.resize(dim), carried.resize(dim), whole.resize(dim), error.resize(dim);
+    fold.resize(dim), z.resize(dim), carried.resize(dim), whole.resize(dim), error.resize(dim);
     codes.resize(size_t(dim) * W), best.resize(size_t(dim) * W);
   }
 
@@ -97,7 +94,7 @@ class Encoder {
   const int dim;
   int lanes;
   Levels levels;
-  std::vector<float> all;  // [channel][token]
+  std::vector<float> all;  // [group of W tokens][channel][token]
   std::vector<vf> fold, z, carried, whole, error;
   std::vector<uint8_t> codes, best;  // [channel][lane]
 

@@ -1,7 +1,8 @@
 // Packed rows to floats: the layouts of kvslim/layout.py under the byte order of kvslim/bitpack.py.
 //
-// Equals kvslim.codecs.decode.decode. Codes of up to 4 bits are looked up in registers, wider ones are converted where
-// the table is uniform and gathered otherwise. Widths that are no multiple of 32 channels take the plain loop.
+// Equals kvslim.codecs.decode.decode. Codes of up to 4 bits are looked up in registers; wider ones are converted where the
+// table is uniform or that of an 8-bit float, and gathered otherwise. Widths that are no multiple of 32 channels take the
+// plain loop.
 #pragma once
 #include <algorithm>
 #include <type_traits>
