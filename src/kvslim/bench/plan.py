@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvslim.errors import InputError, did_you_mean
+from kvslim.integrations.transformers import compat
 
 FILLS = ("text", "random-kv")
 
@@ -61,7 +62,7 @@ class Plan:
         InputError
             Naming both lengths.
         """
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = compat.context_limit(config)
         reach = max(self.contexts) + self.decoded
         if limit is not None and reach > limit:
             raise InputError(

@@ -87,7 +87,7 @@ class Session:
     @property
     def context(self) -> int | None:
         """Tokens the model was made for, or None if its config does not say."""
-        return getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        return compat.context_limit(self.loaded.model.config)
 
     @property
     def has_chat_template(self) -> bool:

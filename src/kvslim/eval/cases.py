@@ -12,7 +12,7 @@ from kvslim.errors import InputError
 from kvslim.eval.answering import Batch, answer, ask, prefill
 from kvslim.eval.results import Results
 from kvslim.eval.versions import versions
-from kvslim.integrations.transformers import KVCache
+from kvslim.integrations.transformers import KVCache, compat
 from kvslim.integrations.transformers.fingerprint import fingerprint
 from kvslim.integrations.transformers.report import Report
 from kvslim.recipe import Recipe
@@ -119,7 +119,7 @@ def check_context(config: Any, cases: Sequence[Case], new_tokens: int, advice: s
     InputError
         Naming both lengths.
     """
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = compat.context_limit(config)
     longest = max(len(case.ids) for case in cases)
     if limit is not None and longest + new_tokens > limit:
         raise InputError(

@@ -14,7 +14,7 @@ from kvslim.codecs.none import NoneCodec
 from kvslim.eval.peer_cache import PeerCache
 from kvslim.eval.peers import Peer
 from kvslim.integrations.transformers import KVCache, compat
-from kvslim.integrations.transformers.report import LayerReport, storage_nbytes
+from kvslim.integrations.transformers.report import LayerReport, bits_held, storage_nbytes
 from kvslim.recipe import Recipe
 
 BASELINE = "16 bit"
@@ -91,17 +91,7 @@ class Held:
         else:
             layers = [LayerReport.of_dense(index, layer, "") for index, layer in enumerate(cache.layers)]
         nbytes = storage_nbytes(cache)
-        values = sum(layer.values for layer in layers)
-        packed = sum(layer.values_in_blocks for layer in layers)
-        packed_nbytes = sum(layer.nbytes_blocks for layer in layers)
-        return cls(
-            nbytes=nbytes,
-            nbytes_16bit=2 * values,
-            bits_per_value=8 * nbytes / values if values else 0.0,
-            bits_per_value_packed=8 * packed_nbytes / packed if packed else 0.0,
-            kernel=kernel,
-            kernel_reason=reason,
-        )
+        return cls(nbytes=nbytes, **bits_held(layers, nbytes), kernel=kernel, kernel_reason=reason)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kvslim.eval import measures
 from kvslim.eval.contestants import BASELINE, using_attention
 from kvslim.eval.forced import feed, feed_chunks
 from kvslim.eval.prompt import build_prompt
-from kvslim.integrations.transformers import KVCache
+from kvslim.integrations.transformers import KVCache, compat
 from kvslim.integrations.transformers.report import LayerReport
 from kvslim.recipe import Recipe
 
@@ -115,7 +115,7 @@ class Demo:
         self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
         self.scored = max(SCORED, max_new_tokens)
         self.prompt = build_prompt(tokenizer, tokens=PAGES, sequel=self.scored)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = compat.context_limit(model.config)
         reach = len(self.prompt.ids) + self.scored
         if limit is not None and reach > limit:
             raise InputError(

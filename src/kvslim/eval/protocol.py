@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvslim.errors import InputError
+from kvslim.integrations.transformers import compat
 
 OFFSETS = (2000, 90000, 180000)
 
@@ -89,7 +90,7 @@ class Protocol:
         InputError
             Naming both lengths.
         """
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = compat.context_limit(config)
         reach = self.offset_positions + self.prefill + self.score
         if limit is not None and reach > limit:
             raise InputError(

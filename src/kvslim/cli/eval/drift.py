@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def drift(
+    context: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
     text: options.TextFile = None,
@@ -56,7 +57,7 @@ def drift(
     )
     found = summarize(rows)
     if as_json:
-        typer.echo(json.dumps(as_dict(about, rows, found), ensure_ascii=False))
+        typer.echo(json.dumps(as_dict(context, about, rows, found), ensure_ascii=False))
     else:
         _show(f"{loaded.name} on {content.name}", setup, found)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def needle(
+    context: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
     text: options.TextFile = None,
@@ -55,7 +56,7 @@ def needle(
     about, rows = measure(task, loaded, with_control(asked), batch=batch, resume=resume, advice="use shorter --lengths")
     found = summarize(rows)
     if as_json:
-        typer.echo(json.dumps(as_dict(about, rows, found), ensure_ascii=False))
+        typer.echo(json.dumps(as_dict(context, about, rows, found), ensure_ascii=False))
     else:
         _show(f"{loaded.name} on {content.name}", found)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvslim.cli.command import command_of
 
 if TYPE_CHECKING:
     from kvslim.eval.cases import Row, Task
@@ -34,7 +36,7 @@ def measure(
     return about, rows
 
 
-def as_dict(about: dict[str, Any], rows: list[Row], summaries: Sequence[Any]) -> dict[str, Any]:
+def as_dict(context: typer.Context, about: dict[str, Any], rows: list[Row], summaries: Sequence[Any]) -> dict[str, Any]:
     """All of an evaluation for programs, with the command that repeats it."""
-    command = shlex.join(["kvslim", *sys.argv[1:]])
-    return {**about, "command": command, "rows": rows, "summary": [each.to_dict() for each in summaries]}
+    summary = [each.to_dict() for each in summaries]
+    return {**about, "command": command_of(context), "rows": rows, "summary": summary}

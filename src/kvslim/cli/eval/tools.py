@@ -18,6 +18,7 @@ _SHOWN = 3  # broken answers per recipe
 
 
 def tools(
+    context: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     recipe: options.Recipes = options.RECIPE,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Length of an answer at most.")] = 128,
@@ -56,7 +57,7 @@ def tools(
     )
     found = summarize(rows)
     if as_json:
-        typer.echo(json.dumps(as_dict(about, rows, found), ensure_ascii=False))
+        typer.echo(json.dumps(as_dict(context, about, rows, found), ensure_ascii=False))
     else:
         _show(f"{loaded.name}, {len(task.cases)} prompts", found)
 

@@ -77,6 +77,11 @@ def check_version() -> None:
         )
 
 
+def context_limit(config: Any) -> int | None:
+    """Tokens a model was made for, or None if its config does not say."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def text_config(model_or_config: Any) -> Any:
     """Return the decoder's text config of a model or config; refuses what cannot hold a packed cache, by name."""
     config = getattr(model_or_config, "config", model_or_config)

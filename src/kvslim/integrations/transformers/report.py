@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -108,9 +109,6 @@ class Report:
     @classmethod
     def of(cls, recipe: Recipe, layers: list[LayerReport], nbytes: int, peak: int, calibration: int) -> Report:
         """Sum up the layers."""
-        values = sum(layer.values for layer in layers)
-        in_blocks = sum(layer.values_in_blocks for layer in layers)
-        block_bytes = sum(layer.nbytes_blocks for layer in layers)
         kernels = {layer.kernel: layer.kernel_reason for layer in layers if layer.kernel}
         return cls(
             recipe=str(recipe),
@@ -118,9 +116,7 @@ class Report:
             layers_packed=sum(layer.packed for layer in layers),
             layers_total=len(layers),
             nbytes=nbytes,
-            nbytes_16bit=2 * values,
-            bits_per_value=8 * nbytes / values if values else 0.0,
-            bits_per_value_packed=8 * block_bytes / in_blocks if in_blocks else 0.0,
+            **bits_held(layers, nbytes),
             peak_nbytes=peak,
             calibration_nbytes=calibration,
             kernel=", ".join(kernels) or "none yet",
@@ -150,6 +146,18 @@ class Report:
                 reasons.setdefault(layer.reason, []).append(layer.layer)
         lines += [f"not packed     {_ranges(numbers)}: {reason}" for reason, numbers in reasons.items()]
         return "\n".join(lines)
+
+
+def bits_held(layers: Iterable[LayerReport], nbytes: int) -> dict[str, Any]:
+    """What `nbytes` mean for the values of some layers: bytes at 16 bits, both kinds of bits per value (see Report)."""
+    layers = list(layers)
+    values = sum(layer.values for layer in layers)
+    in_blocks = sum(layer.values_in_blocks for layer in layers)
+    return {
+        "nbytes_16bit": 2 * values,
+        "bits_per_value": 8 * nbytes / values if values else 0.0,
+        "bits_per_value_packed": 8 * sum(layer.nbytes_blocks for layer in layers) / in_blocks if in_blocks else 0.0,
+    }
 
 
 def storage_nbytes(root: Any) -> int:

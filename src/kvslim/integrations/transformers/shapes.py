@@ -120,7 +120,7 @@ def model_shape(name: str, config: Any, dtype: torch.dtype) -> ModelShape:
             "--kv-heads and --head-dim"
         ) from error
     layers = tuple(_layer_shape(reason, layer) for (_, _, reason), layer in zip(kinds, cache.layers, strict=True))
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = compat.context_limit(text)
     return ModelShape(name, layers, dtype, compat.rotary_share(text), limit, _count(model))
 
 
