@@ -126,7 +126,7 @@ def test_golden_bytes(name):
     assert digest.hexdigest()[:16] == json.loads(GOLDEN.read_text())[name]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, "k=equalize:4:window=3+v=equalize:4:predict+block=32"])
 def test_bytes_do_not_depend_on_how_the_prompt_was_cut(name):
     tokens = 100 if Recipe.parse(name).immediate else 300
     keys, queries = noise(1, 2, tokens, D, seed=5) + 1, noise(1, 4, tokens, D, seed=6)

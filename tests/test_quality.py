@@ -75,6 +75,19 @@ def test_more_bits_are_better_and_take_more(model, ids):
     assert four.kl_trimmed <= four.kl_mean <= four.kl_p99 <= four.kl_p999
 
 
+def test_recipes_of_one_run_share_the_first_pass_and_measure_as_if_alone(model, ids, monkeypatch):
+    alone = [measure_quality(model, ids, [recipe], SMALL)[0] for recipe in (INT8, INT4)]
+    lengths, forward = [], model.forward
+
+    def counted(*args, **kwargs):
+        lengths.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", counted)
+    assert measure_quality(model, ids, [INT8, INT4], SMALL) == alone
+    assert lengths.count(SMALL.prefill) == 2 * SMALL.prefixes, "the baseline's and one for both recipes, a passage"
+
+
 def test_a_remembered_baseline_gives_the_same_rows(model, ids, tmp_path, monkeypatch):
     kept = Shelf(tmp_path)
     fresh = measure_quality(model, ids, [INT4], SMALL)

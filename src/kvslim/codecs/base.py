@@ -47,6 +47,22 @@ class Codec(ABC):
             Part name -> tensor of shape (blocks, kv_heads, ...) as the layout declares.
         """
 
+    @property
+    def earlier_blocks(self) -> int:
+        """How many blocks before a block its parameters are drawn from, too; 0 for nearly every codec."""
+        return 0
+
+    def encode_after(self, x: torch.Tensor, earlier: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode one block, for codecs with `earlier_blocks`.
+
+        Parameters
+        ----------
+        x : Tensor of shape (1, kv_heads, tokens, head_dim), fp32
+        earlier : Tensor of shape (1, kv_heads, earlier tokens, head_dim), fp32
+            What the bytes of the blocks before it decode to; as few as there are, none for the first block.
+        """
+        raise NotImplementedError(f"{type(self).__name__} encodes each block from its own tokens")
+
     def expand_query(self, query: torch.Tensor) -> torch.Tensor:
         """Map transformed queries (..., head_dim) to the stored width; the identity where that is head_dim."""
         return query

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ from torch.nn.functional import pad
 
 from kvslim.codecs import build_codec
 from kvslim.codecs.base import Codec
+from kvslim.codecs.decode import decode
 from kvslim.codecs.feedback import metric_factor
 from kvslim.codecs.none import NoneCodec
 from kvslim.layout import PackedBlock, PackedLayout
@@ -90,9 +92,32 @@ class SidePacker:
             moment = compact(map_moment(chain, mixed_moment(sample)))
         return Frozen(chain, shared_table(self.codec, sample.x.device), moment)
 
-    def encode(self, x: torch.Tensor, frozen: Frozen, starts: torch.Tensor | None = None) -> PackedBlock:
-        """Encode tokens of shape (blocks, kv_heads, tokens, head_dim), fp32, as the model made them."""
-        return PackedBlock(self.layout, self.codec.encode(frozen.chain.forward(x, starts), frozen.factor()))
+    def encode(
+        self,
+        x: torch.Tensor,
+        frozen: Frozen,
+        starts: torch.Tensor | None = None,
+        earlier: Sequence[tuple[PackedBlock, int]] = (),
+    ) -> PackedBlock:
+        """Encode tokens of shape (blocks, kv_heads, tokens, head_dim), fp32, as the model made them.
+
+        `earlier` are the sequence's blocks before these with their valid tokens, for codecs that look back
+        (`Codec.earlier_blocks`).
+        """
+        x = frozen.chain.forward(x, starts)
+        if not self.codec.earlier_blocks:
+            return PackedBlock(self.layout, self.codec.encode(x, frozen.factor()))
+        return self._in_turn(x, frozen, [decode(block, frozen.table)[..., :valid, :] for block, valid in earlier])
+
+    def _in_turn(self, x: torch.Tensor, frozen: Frozen, earlier: list[torch.Tensor]) -> PackedBlock:
+        """Encode block after block, each with what those before it decode to."""
+        done: list[dict[str, torch.Tensor]] = []
+        for block in x.split(1):
+            before = earlier[-self.codec.earlier_blocks :]
+            parts = self.codec.encode_after(block, torch.cat(before, dim=-2) if before else block[..., :0, :])
+            earlier.append(decode(PackedBlock(self.layout, parts), frozen.table))
+            done.append(parts)
+        return PackedBlock(self.layout, {name: torch.cat([parts[name] for parts in done]) for name in done[0]})
 
 
 @lru_cache(maxsize=64)

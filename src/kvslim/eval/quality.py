@@ -20,9 +20,11 @@ from kvslim.eval.forced import feed, feed_chunks
 from kvslim.eval.measures import Scores
 from kvslim.eval.peers import Peer
 from kvslim.eval.protocol import Protocol
+from kvslim.eval.shared_prefill import SharedPrefill, can_share
 from kvslim.eval.shelf import Shelf
 from kvslim.eval.text import Text
 from kvslim.eval.versions import versions
+from kvslim.integrations.transformers import KVCache
 from kvslim.recipe import Recipe
 
 
@@ -139,12 +141,29 @@ def measure_quality(
     held: list[Held] = []
     for passage in passages:
         base = baseline.log_probs(passage, on_tokens)
+        caches = [contestant.new_cache(model) for contestant in contestants]
+        store_shared(model, caches, passage, protocol, on_tokens)
         held = []
-        for contestant, found in zip(contestants, scores, strict=True):
-            cache = contestant.new_cache(model)
+        for found in scores:
+            cache = caches.pop(0)  # freed when it is scored
             found.append(score_passage(model, cache, passage, base, protocol, on_tokens))
             held.append(Held.of(cache))
     return [Quality.of(*row) for row in zip(contestants, scores, held, strict=True)]
+
+
+def store_shared(
+    model: Any,
+    caches: Sequence[Any],
+    passage: torch.Tensor,
+    protocol: Protocol,
+    on_tokens: Callable[[int], object],
+) -> None:
+    """Store the first part of a passage in all packed caches by one pass, where there are several that can share it."""
+    packed = [cache for cache in caches if isinstance(cache, KVCache)]
+    if len(packed) > 1 and can_share(packed):
+        stored = passage[: protocol.prefill]
+        feed(model, SharedPrefill(packed), stored, protocol.offset_positions, keep=1)
+        on_tokens(len(stored) * len(packed))
 
 
 def score_passage(
@@ -155,10 +174,14 @@ def score_passage(
     protocol: Protocol,
     on_tokens: Callable[[int], object],
 ) -> Scores:
-    """Store the first part of a passage in `cache`, then compare the rest with the baseline, chunk by chunk."""
+    """Compare the second part of a passage with the baseline, chunk by chunk; an empty cache is fed the first.
+
+    `base` has the baseline's log-probabilities by chunk.
+    """
     stored, scored = passage[: protocol.prefill], passage[protocol.prefill : -1]
-    feed(model, cache, stored, protocol.offset_positions, keep=1)
-    on_tokens(len(stored))
+    if not cache.get_seq_length():
+        feed(model, cache, stored, protocol.offset_positions, keep=1)
+        on_tokens(len(stored))
     position = protocol.offset_positions + len(stored)
     logits = feed_chunks(model, cache, scored, position, protocol.chunk, on_tokens)
     targets = passage[protocol.prefill + 1 :].split(protocol.chunk)

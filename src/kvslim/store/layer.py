@@ -15,6 +15,7 @@ import torch
 
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.kernels.encode import encode
+from kvslim.layout import PackedBlock
 from kvslim.store.pool import Pool
 from kvslim.store.table import BlockTable, Entry, Placement
 from kvslim.transforms.base import Sample
@@ -300,12 +301,18 @@ class LayerStore:
             for name, span, packer, frozen in zip("kv", spans, self.packers, row.frozen, strict=True):
                 x = span.take(done, done + size)
                 x = x.unflatten(1, (len(group), -1)).transpose(0, 1)  # [blocks, G, tokens, D]
-                packed = encode(packer, x, frozen, starts)
+                earlier = self._earlier(index, name, packer.codec.earlier_blocks, row.packed + done)
+                packed = encode(packer, x, frozen, starts, earlier)
                 if size == len(group) * self.block:
                     self.pool.write(name, [place.block for place in group], packed)
                 else:
                     self.pool.write_tokens(name, group[0].block, group[0].slot, packed)
             done += size
+
+    def _earlier(self, index: int, side: str, count: int, packed: int) -> list[tuple[PackedBlock, int]]:
+        """Return the last `count` blocks of the first `packed` tokens of a row, each with its valid tokens."""
+        entries = self.table.entries(index, packed)[-count:] if count else []
+        return [(self.pool.read(side, [entry.block]), entry.valid) for entry in entries]
 
     def _observe(self, row: Row, q: torch.Tensor) -> None:
         rows = q.float().reshape(self.kv_heads, -1, q.shape[-1])  # the heads of a group lie next to each other
