@@ -12,6 +12,7 @@ from kvslim.codecs.decode import decode
 from kvslim.codecs.feedback import metric_factor
 from kvslim.codecs.levels import KINDS, levels
 from kvslim.codecs.microfloat import power_of_two
+from kvslim.codecs.scales import root
 from kvslim.errors import RecipeError
 from kvslim.layout import FLOAT8, PackedBlock, bits_per_value, is_token_wise, part_nbytes
 from kvslim.recipe import Side
@@ -235,6 +236,12 @@ def test_means_absorb_a_constant():
     for recipe in ("table:4:mean", "table:3:mean:std", "equalize:4"):
         moved = round_trip(recipe, x + 512) - 512  # 512 is exact in fp16, and so are means near it to a quarter
         assert (moved - x).square().mean() < 1.05 * (round_trip(recipe, x) - x).square().mean()
+
+
+def test_roots_are_rounded_correctly():
+    """torch's own are not where a vector library computes them; this one was off by a bit there."""
+    x = torch.cat((torch.tensor([float.fromhex("0x1.2e3bfp+3")]), normal(20_000).square()))
+    assert torch.equal(root(x), torch.tensor([math.sqrt(value) for value in x.tolist()]))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

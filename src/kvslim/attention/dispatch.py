@@ -11,6 +11,7 @@ from kvslim.attention.native import NativeLayer
 from kvslim.attention.reference import Score
 from kvslim.kernels.cpu.chain import NoNativeFormError
 from kvslim.kernels.cpu.library import native, why_not
+from kvslim.kernels.cpu.reader import takes_integers
 from kvslim.store.layer import LayerStore
 
 _LAYERS: WeakKeyDictionary[LayerStore, NativeLayer | str] = WeakKeyDictionary()  # or why there is none
@@ -44,7 +45,9 @@ def explain(store: LayerStore) -> tuple[str, str]:
     library = native()
     if library is None:
         return "reference", f"torch only; {why_not()}"
-    return f"native {library.isa}", f"fp32 sums, {library.threads} threads"
+    sides = [takes_integers(library.isa, packer.layout, packer.codec.table()) for packer in store.packers]
+    sums = "15-bit queries and weights on integer levels" if any(sides) else "fp32 sums"
+    return f"native {library.isa}", f"{sums}, {library.threads} threads"
 
 
 def _layer(store: LayerStore) -> NativeLayer | str:

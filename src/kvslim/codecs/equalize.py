@@ -22,7 +22,7 @@ from typing_extensions import override
 from kvslim.bitpack import pack
 from kvslim.codecs.base import Codec, token_layout
 from kvslim.codecs.clip import CLIPS, clip_limit, uniform_codes
-from kvslim.codecs.scales import TINY, to_fp16, total
+from kvslim.codecs.scales import TINY, root, to_fp16, total
 from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
 
@@ -76,7 +76,7 @@ class EqualizeCodec(Codec):
         """Encode x under the means and deviations of `sample`."""
         tokens = sample.shape[-2]
         offset = to_fp16(total(sample, -2) / tokens)
-        deviation = (total((sample - offset.float()).square(), -2) / tokens).sqrt()
+        deviation = root(total((sample - offset.float()).square(), -2) / tokens)
         residual = x - offset.float()
         limit = clip_limit(residual / deviation.clamp_min(TINY), self.bits, self.clip)
         channel = to_fp16(deviation * limit * (2 / (2**self.bits - 1)))

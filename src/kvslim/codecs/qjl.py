@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvslim.bitpack import pack, packed_width
 from kvslim.codecs.base import Codec, nearest
 from kvslim.codecs.levels import levels
-from kvslim.codecs.scales import fit_ratio, normalised, to_fp16, total
+from kvslim.codecs.scales import fit_ratio, normalised, root, to_fp16, total
 from kvslim.layout import PackedLayout, Part, Segment
 from kvslim.registry import choice
 from kvslim.transforms.dense import gaussian, row_product
@@ -62,7 +62,7 @@ class QJLCodec(Codec):
         scale = to_fp16(r * fit_ratio(z, y, self.fit))
         residual = x - scale.float() * y
         signs = (row_product(residual, sketch(x.shape[-1], str(x.device), torch.float64).T) > 0).to(torch.uint8)
-        norm = to_fp16(total(residual.square()).sqrt())
+        norm = to_fp16(root(total(residual.square())))
         code = torch.cat((pack(codes, self.bits - 1), pack(signs, 1)), dim=-1)
         return {"code": code, "token": torch.cat((scale, norm), dim=-1)}
 

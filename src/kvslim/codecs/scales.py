@@ -41,6 +41,11 @@ def total(x: torch.Tensor, axis: int = -1) -> torch.Tensor:
     return x.movedim(0, axis)
 
 
+def root(x: torch.Tensor) -> torch.Tensor:
+    """Square root, fp32, rounded correctly: scales are bytes, and torch's own differs by a bit between processors."""
+    return x.double().sqrt().float()
+
+
 def normalised(values: torch.Tensor, *, by_range: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide each group by its rms, or by its largest magnitude.
 
@@ -55,7 +60,7 @@ def normalised(values: torch.Tensor, *, by_range: bool = False) -> tuple[torch.T
     r : Tensor of shape (..., 1), fp32
         Rounded to fp16; 0 where the group is zero, whose z is 0 too.
     """
-    size = values.abs().amax(-1, keepdim=True) if by_range else (total(values.square()) / values.shape[-1]).sqrt()
+    size = values.abs().amax(-1, keepdim=True) if by_range else root(total(values.square()) / values.shape[-1])
     r = to_fp16(size).float()
     return values / r.clamp_min(TINY), r
 
@@ -75,7 +80,7 @@ def fit_ratio(z: torch.Tensor, y: torch.Tensor, fit: str) -> torch.Tensor:
     if fit in ("ls", "search"):
         return total(z * y) / total(y * y).clamp_min(TINY)
     if fit == "norm":
-        return (total(z * z) / total(y * y).clamp_min(TINY)).sqrt()
+        return root(total(z * z) / total(y * y).clamp_min(TINY))
     return total(z * z) / total(z * y).clamp_min(TINY)
 
 

@@ -20,7 +20,7 @@ from kvslim.bitpack import pack
 from kvslim.codecs.base import Codec, check_group, group_of, grouped, midpoints, nearest, token_layout
 from kvslim.codecs.feedback import code_with_feedback, whiten
 from kvslim.codecs.levels import KINDS, levels
-from kvslim.codecs.scales import FITS, TINY, best_multiple, fit_ratio, normalised, to_fp16, total
+from kvslim.codecs.scales import FITS, TINY, best_multiple, fit_ratio, normalised, root, to_fp16, total
 from kvslim.errors import RecipeError
 from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
@@ -93,7 +93,7 @@ class TableCodec(Codec):
             x = x - offset.float()
             statistics["offset"] = offset.squeeze(-2)
         if self.std:
-            channel = to_fp16((total(x.square(), -2) / x.shape[-2]).sqrt())
+            channel = to_fp16(root(total(x.square(), -2) / x.shape[-2]))
             x = divided(x, channel.float())
             statistics["channel"] = channel.squeeze(-2)
         values = grouped(x, group_of(self.scale, x.shape[-1]))

@@ -82,6 +82,28 @@ inline void gather_words(const uint8_t* rows, int64_t stride, int count, int num
     const __mmask8 there = __mmask8((1 << (number - w)) - 1);
     if (w < number) turn(w, [w, there](const uint8_t* p) { return _mm_maskz_loadu_epi32(there, p + 4 * w); });
   }
+#elif defined(__AVX2__)
+  for (int lane = 0; lane < LANES; lane += W) {
+    const uint8_t* row[W];
+    for (int i = 0; i < W; i++) row[i] = rows + std::min(lane + i, count - 1) * stride;
+    int w = 0;
+    for (; w + 4 <= number; w += 4) {  // 4 words of 8 rows; ymm i takes rows i and i + 4
+      auto both = [&](int i) {
+        const __m128i low = _mm_loadu_si128((const __m128i*)(row[i] + 4 * w));
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(low), _mm_loadu_si128((const __m128i*)(row[i + 4] + 4 * w)), 1);
+      };
+      const vi r0 = both(0), r1 = both(1), r2 = both(2), r3 = both(3);
+      const vi a = _mm256_unpacklo_epi32(r0, r1), b = _mm256_unpacklo_epi32(r2, r3);
+      const vi c = _mm256_unpackhi_epi32(r0, r1), d = _mm256_unpackhi_epi32(r2, r3);
+      int32_t* out = words + w * LANES + lane;
+      storei(out, _mm256_unpacklo_epi64(a, b));
+      storei(out + LANES, _mm256_unpackhi_epi64(a, b));
+      storei(out + 2 * LANES, _mm256_unpacklo_epi64(c, d));
+      storei(out + 3 * LANES, _mm256_unpackhi_epi64(c, d));
+    }
+    for (; w < number; w++)
+      for (int i = 0; i < W; i++) std::memcpy(words + w * LANES + lane + i, row[i] + 4 * w, 4);
+  }
 #else
   for (int t = 0; t < LANES; t += 4) {
     const uint8_t* row[4];
@@ -251,7 +273,7 @@ class Task {
     partial.basis.assign(size_t(padded) * value.width, 0.0f);
     set_lookups(key, row.key_table, key_lookup);
     set_lookups(value, row.value_table, value_lookup);
-#if defined(__AVX512VNNI__)
+#if KVS_INTEGER
     key_integer = reads_codes(key) && key.width <= 512 && is_integer(key.segment[0], row.key_table, row.key_unit);
     value_integer = reads_codes(value) && is_integer(value.segment[0], row.value_table, row.value_unit);
     if (key_integer) key_levels.set(row.key_table, key.segment[0].bits, row.key_unit);
@@ -303,7 +325,7 @@ class Task {
   Partial& partial;
   int padded;
   Lookup key_lookup[2], value_lookup[2];
-#if defined(__AVX512VNNI__)
+#if KVS_INTEGER
   bool key_integer = false, value_integer = false;
   Levels16 key_levels, value_levels;
   std::vector<int32_t> pairs;  // [unit][channel pair][GROUP]: two 16-bit queries
@@ -362,12 +384,12 @@ class Task {
       gain[r] = map_query(row.key_steps, row.key_step_count, head, dim, out);
     }
     load_queries(scratch.basis.data(), width);
-#if defined(__AVX512VNNI__)
+#if KVS_INTEGER
     if (key_integer && rows <= GROUP) load_pairs(width);
 #endif
   }
 
-#if defined(__AVX512VNNI__)
+#if KVS_INTEGER
   void load_pairs(int width) {
     std::vector<int16_t> q(size_t(width), 0);
     pairs.assign(size_t(width) / 2 * GROUP, 0);
@@ -490,7 +512,7 @@ class Task {
     const int bits = key.segment[0].bits, row_bytes = key.width * bits / 8;
     alignas(64) int32_t words[8 * LANES];
     float* out = &scratch.scores[size_t(lane)];
-#if defined(__AVX512VNNI__)
+#if KVS_INTEGER
     if (key_integer && !k.channel) {
       alignas(64) int32_t sums[GROUP * LANES] = {};
       for (int u = 0; u < key.width / UNIT; u++) {
@@ -578,7 +600,7 @@ class Task {
       std::fill(scale, scale + used, 1.0f);  // past `count` the weights are 0
       if (group_width) convert_scales(v.token, value.token, at, count, groups, j, scale);
       if (v.zero) convert_scales(v.zero, value.zero, at, count, groups, j, zero);
-#if defined(__AVX512VNNI__)
+#if KVS_INTEGER
       alignas(64) int16_t integers[GROUP * TILE];
       float factor[GROUP];
       if (value_integer) {
@@ -604,7 +626,7 @@ class Task {
       for (int c = j * span; c < (j + 1) * span; c += UNIT) {
         const uint8_t* unit = v.code + int64_t(at) * stride + c * bits / 8;
         float* out = &partial.basis[c];
-#if defined(__AVX512VNNI__)
+#if KVS_INTEGER
         if (value_integer) {
           by_bits(bits, [&](auto B) {
             by_rows(rows, [&](auto R) {

@@ -1,17 +1,38 @@
-// Scores and sums in integers, for tables whose levels are small integers times one unit (AVX-512 with VNNI).
+// Scores and sums in integers, for tables whose levels are small integers times one unit (AVX-512 with VNNI, AVX2).
 //
 // Queries and weights are rounded to 15 bits of their row's largest magnitude, levels are exact: 1e-4 of the output, at
 // half of the instructions of fp32. A 32-bit lane holds two 16-bit factors; sums stay below 2^31 for 512 channels and for
-// a tile of tokens.
+// a tile of tokens. AVX2's half is in dots256.h.
 #pragma once
 #include "rows.h"
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define KVS_INTEGER 1
 
 namespace KVS_NS {
 
 constexpr float TOP16 = 32767.0f;
 constexpr int LARGEST_LEVEL = 127;  // TOP16 * 128 * 512, all channels of a wide head, stays below 2^31
+
+// Whether a segment can be read this way: levels are integers in `unit`, and wide codes are uniform.
+inline bool is_integer(const kvs_segment& segment, const float* levels, float unit) {
+  if (unit <= 0 || segment.bits > 8 || (segment.bits > 4 && segment.bits < 8) || segment.bits < 2) return false;
+  for (int i = 0; i < 1 << segment.bits; i++) {
+    const float level = levels[i] / unit;
+    if (std::fabs(level) > LARGEST_LEVEL + (segment.bits == 8)) return false;
+    if (std::fabs(level - std::nearbyint(level)) > 1e-3f) return false;
+    if (segment.bits == 8 && std::fabs(level - levels[0] / unit - float(i)) > 1e-3f) return false;
+  }
+  return true;
+}
+
+}  // namespace KVS_NS
+
+#if !defined(__AVX512VNNI__)
+#include "dots256.h"
+#else
+
+namespace KVS_NS {
 
 // A table of 16-bit levels for `vpermw`, which looks at five bits of an index: what lies above a code is ignored.
 struct Levels16 {
@@ -25,17 +46,6 @@ struct Levels16 {
     origin = int(std::lrint(levels[0] / unit));
   }
 };
-
-// Whether a segment can be read this way: levels are integers in `unit`, and wide codes are uniform.
-inline bool is_integer(const kvs_segment& segment, const float* levels, float unit) {
-  if (unit <= 0 || segment.bits > 8 || (segment.bits > 4 && segment.bits < 8) || segment.bits < 2) return false;
-  for (int i = 0; i < 1 << segment.bits; i++) {
-    const float level = levels[i] / unit;
-    if (std::fabs(level) > LARGEST_LEVEL + 1 || std::fabs(level - std::nearbyint(level)) > 1e-3f) return false;
-    if (segment.bits == 8 && std::fabs(level - levels[0] / unit - float(i)) > 1e-3f) return false;
-  }
-  return true;
-}
 
 // Levels of the channel pair (C, C + 2) of W tokens, C % 4 < 2: one 16-bit lane each. `words` as in gather_words.
 template <int BITS, int C>
@@ -164,4 +174,7 @@ inline float to_16_bits(const float* x, int count, int16_t* out) {
 
 }  // namespace KVS_NS
 
+#endif
+#else
+#define KVS_INTEGER 0
 #endif

@@ -1,4 +1,7 @@
-"""Reader: native attention over one layer. Equals kvslim.attention.reference.attend to 2e-6 of the largest output."""
+"""Reader: native attention over one layer. Equals kvslim.attention.reference.attend to 5e-6 of the largest output.
+
+Where it multiplies integers (`takes_integers`) to 2e-4.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvslim.codecs.levels import integer_unit
 from kvslim.kernels.cpu import abi
 from kvslim.kernels.cpu.chain import NoNativeFormError
 from kvslim.kernels.cpu.library import Library
@@ -16,6 +20,15 @@ _MAX_WIDTH = 1024  # MAX_DIM of native/rows.h
 # multiplications below which a call stays on one thread: about 0.1 ms, what waking another one may cost
 _SMALL = 2_000_000
 _PART_FIELDS = {part: part for part in ("code", "token", "zero", "channel", "offset")} | {"block": "scale"}
+
+_INTEGER_ISAS = ("avx2", "avx512")  # KVS_INTEGER of native/dots.h
+
+
+def takes_integers(isa: str, layout: PackedLayout, table: torch.Tensor | None) -> bool:
+    """Whether products with a side's levels are integers on `isa`, as native/dots.h has it."""
+    segment = layout.segments[0]
+    readable = len(layout.segments) == 1 and segment.width % 32 == 0 and segment.bits in (2, 3, 4, 8)
+    return isa in _INTEGER_ISAS and readable and table is not None and integer_unit(table) > 0
 
 
 class Reader:
