@@ -96,7 +96,7 @@ class LayerCache:
         """
         sizes = self._check(key, value)
         if self.store is None or (not self.store.rows and self._shapes(self.store) != self._shapes_of(key, value)):
-            self.store = self._build(key, value)
+            self.store = self.build(key.shape[1], (key.shape[-1], value.shape[-1]), key.dtype, key.device)
         self._check_range(self.store, key.dtype, sizes)
         self._fresh = not self.store.rows
         if self.step is not None:
@@ -170,19 +170,20 @@ class LayerCache:
         if not self.table.rows:
             self.table.start(rows)
 
-    def _build(self, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
-        packers = build_packers(self.recipe, self.layer, (key.shape[-1], value.shape[-1]), DTYPE_NAMES[key.dtype])
-        dtypes = [exact_dtype(self.recipe, packer, key.dtype) for packer in packers]
+    def build(self, kv_heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> LayerStore:
+        """Return an empty store for keys and values of these sizes, as the model makes them."""
+        packers = build_packers(self.recipe, self.layer, head_dims, DTYPE_NAMES[dtype])
+        dtypes = [exact_dtype(self.recipe, packer, dtype) for packer in packers]
         return LayerStore(
             packers,
             self.table,
-            kv_heads=key.shape[1],
-            head_dims=(key.shape[-1], value.shape[-1]),
+            kv_heads=kv_heads,
+            head_dims=head_dims,
             sinks=self.recipe.sinks,
             recent=self.recipe.recent,
             immediate=self.recipe.immediate,
             dtypes=(dtypes[0], dtypes[1]),
-            device=key.device,
+            device=device,
             prior=self.prior,
         )
 

@@ -26,6 +26,10 @@ class ResultFileError(InputError):
     """A file of results is damaged, belongs to another evaluation, or cannot be written."""
 
 
+class StateFileError(InputError):
+    """A file that kvslim keeps state in (a cache, a calibration) is damaged, foreign, or cannot be written."""
+
+
 class FetchError(KVSlimError):
     """A download did not succeed; what was there before is untouched."""
 

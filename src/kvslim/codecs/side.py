@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch.nn.functional import pad
@@ -15,13 +15,15 @@ from kvslim.codecs.base import Codec
 from kvslim.codecs.decode import decode
 from kvslim.codecs.feedback import metric_factor
 from kvslim.codecs.none import NoneCodec
+from kvslim.errors import StateFileError
 from kvslim.layout import PackedBlock, PackedLayout
 from kvslim.recipe import Side
 from kvslim.transforms import build_transforms
-from kvslim.transforms.base import Chain, Sample, Transform, fit_chain, map_moment
+from kvslim.transforms.base import Chain, Sample, Saved, Transform, fit_chain, map_moment
 
 _PRIOR_TOKENS = 256  # prompt tokens that weigh as much as the prior
 _TINY = 1e-30
+_SAME_LEVELS = 1e-5  # relative; levels are found by iteration, and neighbouring levels differ by far more
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,7 @@ class SidePacker:
     """
 
     def __init__(self, side: Side, head_dim: int, block: int, dtype: str):
-        self.side = side
+        self.side, self.dtype = side, dtype
         self.transforms: tuple[Transform, ...] = build_transforms(side)
         codec: Codec = build_codec(side)
         if isinstance(codec, NoneCodec) and not side.codec.args:
@@ -91,6 +93,37 @@ class SidePacker:
         if self.codec.needs_queries and sample.moment is not None:
             moment = compact(map_moment(chain, mixed_moment(sample)))
         return Frozen(chain, shared_table(self.codec, sample.x.device), moment)
+
+    def restore(self, saved: Saved, device: torch.device) -> Frozen:
+        """Take `Frozen.tensors` out of a file.
+
+        Raises
+        ------
+        StateFileError
+            They are not what this side stores, or were made with other code levels.
+        """
+        steps = []
+        for at, transform in enumerate(self.transforms):
+            own = frozenset(name.removeprefix(f"{at}.") for name in saved.names if name.startswith(f"{at}."))
+            take = partial(_take_of_step, saved, at)
+            steps.append(transform.restore(replace(saved, names=own, take=take, where=f"{saved.where}, step {at}")))
+        table = shared_table(self.codec, device)
+        if table is not None:
+            table = _same_levels(saved, table)
+        moment = None
+        if self.codec.needs_queries and "moment" in saved.names:
+            size = saved.head_dim * (saved.head_dim + 1) // 2
+            moment = saved.take("moment", (saved.kv_heads, size), torch.float16)
+        frozen = Frozen(Chain(tuple(steps)), table, moment)
+        if frozen.tensors().keys() != saved.names:
+            raise StateFileError(
+                f"{saved.where} has {sorted(saved.names)}, expected {sorted(frozen.tensors())}; the file is damaged"
+            )
+        try:
+            frozen.factor()
+        except torch.linalg.LinAlgError as error:
+            raise StateFileError(f"{saved.where}: moment is no query metric; the file is damaged") from error
+        return frozen
 
     def encode(
         self,
@@ -118,6 +151,20 @@ class SidePacker:
             earlier.append(decode(PackedBlock(self.layout, parts), frozen.table))
             done.append(parts)
         return PackedBlock(self.layout, {name: torch.cat([parts[name] for parts in done]) for name in done[0]})
+
+
+def _take_of_step(saved: Saved, at: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return saved.take(f"{at}.{name}", shape, dtype)
+
+
+def _same_levels(saved: Saved, table: torch.Tensor) -> torch.Tensor:
+    """Code levels as saved: the shared copy where they are its bits, those of the file where machines round apart."""
+    own = saved.take("table", tuple(table.shape), torch.float32)
+    if torch.equal(own, table):
+        return table
+    if not torch.allclose(own, table, rtol=_SAME_LEVELS, atol=0):
+        raise StateFileError(f"{saved.where}: codes were made with other levels than this kvslim's; update kvslim")
+    return own
 
 
 @lru_cache(maxsize=64)

@@ -61,10 +61,7 @@ class Pool:
             }
             for side, layout in self.layouts.items()
         }
-        self.slabs.append(slab)
-        self.starts.append(self.capacity)
-        self.capacity += count
-        self.version += 1
+        self.adopt(slab, count)
 
     def write(self, side: str, blocks: list[int], packed: PackedBlock) -> None:
         """Store whole blocks; `packed` parts have shape (len(blocks), kv_heads, ...)."""
@@ -85,12 +82,20 @@ class Pool:
 
     def read(self, side: str, blocks: list[int]) -> PackedBlock:
         """Return the parts of `blocks` in order: views where ids follow each other in a slab, else a gathered copy."""
-        pieces: dict[str, list[torch.Tensor]] = {part.name: [] for part in self.layouts[side].parts}
-        for _, slab, rows in self._runs(blocks):
-            for name, tensors in pieces.items():
-                tensors.append(slab[side][name][rows])
-        parts = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in pieces.items()}
+        parts = {part.name: self.read_part(side, part.name, blocks) for part in self.layouts[side].parts}
         return PackedBlock(self.layouts[side], parts)
+
+    def read_part(self, side: str, name: str, blocks: list[int]) -> torch.Tensor:
+        """Return one part of `blocks`, as `read` does."""
+        pieces = [slab[side][name][rows] for _, slab, rows in self._runs(blocks)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def adopt(self, slab: dict[str, dict[str, torch.Tensor]], blocks: int) -> None:
+        """Take tensors that hold `blocks` blocks as the next slab, without copying them."""
+        self.slabs.append(slab)
+        self.starts.append(self.capacity)
+        self.capacity += blocks
+        self.version += 1
 
     def clear(self) -> None:
         """Free all slabs."""

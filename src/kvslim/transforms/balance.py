@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvslim.errors import StateFileError
 from kvslim.registry import choice
-from kvslim.transforms.base import Fitted, Sample, Transform
+from kvslim.transforms.base import Fitted, Sample, Saved, Transform
 
 _SPAN = 128  # tokens whose mean is taken out before the variance
 _PRIOR_TOKENS = 256  # prompt tokens that weigh as much as the prior
@@ -57,6 +58,12 @@ class Balance(Transform):
         t = sample.tokens / (sample.tokens + _PRIOR_TOKENS)
         prior = prior + own.mean(-1, keepdim=True) - prior.mean(-1, keepdim=True)
         return Balanced((t * own + (1 - t) * prior).exp())
+
+    def restore(self, saved: Saved) -> Balanced:
+        weight = saved.vector("weight")
+        if not bool((weight > 0).all()):
+            raise StateFileError(f"{saved.where}: a weight is not above 0; the file is damaged, write it again")
+        return Balanced(weight)
 
 
 class Balanced(Fitted):

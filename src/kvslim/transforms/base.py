@@ -7,7 +7,7 @@ and the summed values take ``A^-1`` once per query. A chain applies its transfor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,6 +36,32 @@ class Sample:
     block: int = 128
     tokens: int = 0
     prior: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Parameters of a fitted transform in a file.
+
+    Attributes
+    ----------
+    names : frozenset of str
+    take : callable
+        ``take(name, shape, dtype)`` gives a finite tensor of that form (-1: any size), or raises StateFileError.
+    kv_heads, head_dim, block : int
+    where : str
+        How errors call the place.
+    """
+
+    names: frozenset[str]
+    take: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+    kv_heads: int
+    head_dim: int
+    block: int
+    where: str
+
+    def vector(self, name: str) -> torch.Tensor:
+        """Return an fp32 parameter of shape (kv_heads, head_dim)."""
+        return self.take(name, (self.kv_heads, self.head_dim), torch.float32)
 
 
 class Fitted(ABC):
@@ -75,6 +101,10 @@ class Transform(ABC):
     @abstractmethod
     def fit(self, sample: Sample) -> Fitted:
         """Freeze the parameters."""
+
+    @abstractmethod
+    def restore(self, saved: Saved) -> Fitted:
+        """Take the parameters, `Fitted.tensors`, out of a file; raises StateFileError where they cannot be right."""
 
 
 class Chain(Fitted):

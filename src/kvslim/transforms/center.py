@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvslim.calibration import check_rope
 from kvslim.errors import InputError
 from kvslim.registry import choice
-from kvslim.transforms.base import Fitted, Sample, Transform
+from kvslim.transforms.base import Fitted, Sample, Saved, Transform
 from kvslim.transforms.rope import Rope
 
 
@@ -55,6 +56,13 @@ class Center(Transform):
             f"center:kind={self.kind} needs a calibration, and this cache has none; build it from the model "
             "(KVCache(model, ...)) or pass calibration=FILE"
         )
+
+    def restore(self, saved: Saved) -> Fitted:
+        if self.kind != "page" or "plain_mean" not in saved.names:
+            return Mean(saved.vector("mean"))
+        rope = Rope(saved.take("rope_pairs", (2, -1), torch.int64), saved.take("rope_frequency", (-1,), torch.float64))
+        check_rope(saved.where, rope.pairs, rope.frequency, saved.head_dim)
+        return PageMean(saved.vector("plain_mean"), rope, saved.block)
 
 
 class Mean(Fitted):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from kvslim.errors import RecipeError
-from kvslim.transforms.base import Fitted, Sample, Transform
+from kvslim.errors import RecipeError, StateFileError
+from kvslim.transforms.base import Fitted, Sample, Saved, Transform
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,13 @@ class Outlier(Transform):
         ranked = energy.argsort(dim=-1, descending=True, stable=True)
         first, rest = ranked.split([self.count, head_dim - self.count], dim=-1)
         return Permutation(torch.cat((first.sort(-1).values, rest.sort(-1).values), dim=-1))
+
+    @override
+    def restore(self, saved: Saved) -> Permutation:
+        order = saved.take("order", (saved.kv_heads, saved.head_dim), torch.int64)
+        if not torch.equal(order.sort(-1).values, torch.arange(saved.head_dim, device=order.device).expand_as(order)):
+            raise StateFileError(f"{saved.where}: order is no permutation; the file is damaged, write it again")
+        return Permutation(order)
 
 
 class Permutation(Fitted):

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from kvslim.errors import RecipeError
 from kvslim.registry import choice
-from kvslim.transforms.base import Fitted, Sample, Transform
+from kvslim.transforms.base import Fitted, Sample, Saved, Transform
 from kvslim.transforms.dense import orthogonal, row_product, signs
 
 _SEED = 20250428  # part of the byte format: caches on disk were written with this rotation
@@ -45,7 +45,13 @@ class Rotate(Transform):
 
     @override
     def fit(self, sample: Sample) -> Rotation:
-        head_dim = sample.x.shape[-1]
+        return self._rotation(sample.x.shape[-1])
+
+    @override
+    def restore(self, saved: Saved) -> Rotation:
+        return self._rotation(saved.head_dim)
+
+    def _rotation(self, head_dim: int) -> Rotation:
         if not 0 <= self.parts < head_dim:
             raise RecipeError(f"rotate: parts={self.parts} is not below head_dim={head_dim}; use 0 to {head_dim - 1}")
         return Rotation(self, head_dim)

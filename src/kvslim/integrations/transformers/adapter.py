@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,12 @@ from kvslim.cache import LayerCache
 from kvslim.calibration import Calibration
 from kvslim.codecs.side import prior_use
 from kvslim.errors import InputError, KVSlimError, PackedCacheError, StateError, UnsupportedModelError
-from kvslim.integrations.transformers import compat
+from kvslim.integrations.transformers import compat, dense, saving
 from kvslim.integrations.transformers.calibrate import calibration_of, keep
 from kvslim.integrations.transformers.fingerprint import fingerprint
 from kvslim.integrations.transformers.handle import PackedStates
 from kvslim.integrations.transformers.report import LayerReport, Report, storage_nbytes
+from kvslim.integrations.transformers.saving import Saved
 from kvslim.presets import DEFAULT_RECIPE
 from kvslim.recipe import Recipe
 from kvslim.store.step import Step
@@ -140,10 +141,12 @@ class KVCache(Cache):
         self.table = BlockTable(BlockAllocator(), self.recipe.block)
         self.step = Step(self.table)
         self.reasons: dict[int, str] = {}
+        self.saved: Saved | None = None
+        self._model = weakref.ref(model) if hasattr(model, "forward") else None
         layers = []
         for index, (kind, arguments, reason) in enumerate(kinds):
             if index in skipped:
-                reason = "skipped on request"
+                reason = compat.SKIPPED
             elif reason and strict:
                 raise UnsupportedModelError(
                     f"strict: layer {index} cannot be packed ({reason}); drop strict to keep it at 16 bits"
@@ -256,6 +259,7 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens; recipe and layers stay."""
+        self.saved = None
         self.step.close()
         self.step.lost.clear()
         self.table.clear()
@@ -278,8 +282,76 @@ class KVCache(Cache):
         other._last = self._last
         other.recipe, other.table, other.reasons = self.recipe, table, self.reasons
         other._calibration = self._calibration
+        other.saved, other._model = self.saved, self._model
         other.peak_nbytes, other._held = self.peak_nbytes, list(self._held)
         return other
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        ids: torch.Tensor | None = None,
+        notes: Mapping[str, Any] | None = None,
+        model: Any = None,
+    ) -> None:
+        """Write everything that another process needs to go on with the same tokens; see docs/files.md.
+
+        Parameters
+        ----------
+        path : path
+            Replaced by the whole new file, or not touched.
+        ids : Tensor of shape (batch, tokens), int64, optional
+            Token ids of the sequences, to be given back by `load`; as many as the cache has columns, or more.
+        notes : mapping, optional
+            JSON-able facts of the caller's, to be given back by `load`.
+        model : PreTrainedModel, optional
+            The one that the tokens came from; needed only where the cache was made from a config.
+
+        Raises
+        ------
+        StateError
+            A layer has a state that is not understood; nothing was written.
+        StateFileError
+            The file cannot be written; what was there is as before.
+        """
+        saving.save(self, path, self._model and self._model() if model is None else model, ids=ids, notes=notes or {})
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Any,
+        *,
+        recipe: str | Recipe | None = None,
+        calibration: str | Path | Calibration | None = None,
+        mmap: bool = False,
+        verify: bool = True,
+    ) -> KVCache:
+        """Return the cache that `save` wrote; what the caller put beside it is in `cache.saved`.
+
+        Parameters
+        ----------
+        path : path
+        model : PreTrainedModel
+            The model that it was saved with, on kvslim's attention.
+        recipe : str or Recipe, optional
+            Refuse a file of another recipe.
+        calibration : path or Calibration, optional
+            For sequences begun after a reset; see the class.
+        mmap : bool
+            Leave sealed blocks in the mapped file: their bytes are read when attention reads them, and shared by all
+            processes that map the file. Only on a CPU.
+        verify : bool
+            Compare the digest and look for NaN in sealed blocks. Off only for files that nobody else can write.
+
+        Raises
+        ------
+        StateFileError
+            Missing, damaged, foreign, of another version, model or recipe.
+        """
+        cache = saving.load(cls, path, model, recipe, calibration, mmap=mmap, verify=verify)
+        cache._held = [_layer_nbytes(layer) for layer in cache.layers]
+        return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         # sealed blocks are never written again, so sharing them is as good as copying
@@ -423,4 +495,4 @@ def _copy_layer(layer: Any, table: BlockTable, step: Step) -> Any:
         copied = PackedLayer(layer.core.fork(table, step))
         copied.is_initialized = layer.is_initialized
         return copied
-    return copy.deepcopy(layer)
+    return dense.copy_layer(layer)

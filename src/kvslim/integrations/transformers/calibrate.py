@@ -18,7 +18,7 @@ import torch
 
 from kvslim.cache import LayerCache
 from kvslim.calibration import Calibration
-from kvslim.errors import InputError, StateError
+from kvslim.errors import InputError, StateError, StateFileError
 from kvslim.integrations.transformers import compat
 from kvslim.integrations.transformers.fingerprint import fingerprint
 from kvslim.recipe import Recipe
@@ -46,12 +46,12 @@ def calibration_of(model: Any, directory: Path | None = None) -> Calibration:
     path = directory / f"{mark}.safetensors"
     try:
         found = Calibration.load(path, mark)
-    except InputError:
+    except StateFileError:
         _log.info("calibrating on %d random token ids, once per model", TOKENS)
         found = calibrate(model)
         try:
             found.save(path)
-        except OSError as error:
+        except StateFileError as error:
             _log.warning("calibration not kept on disk (%s); it will be taken again next time", error)
     _known[model] = found
     return found
@@ -61,8 +61,11 @@ def keep(holder: Any, calibration: Calibration) -> Callable[[], Calibration | No
     """Let a model own a calibration, so that its caches only refer to it; a config cannot, so then the result does."""
     if not hasattr(holder, "forward"):
         return partial(_same, calibration)
-    if _known.get(holder) is not calibration and calibration not in (given := _kept.setdefault(holder, [])):
-        given.append(calibration)
+    given = _kept.setdefault(holder, [])
+    for known in (_known.get(holder), *given):
+        if known is not None and (known is calibration or known.same_as(calibration)):
+            return weakref.ref(known)  # loaded again, for another cache
+    given.append(calibration)
     return weakref.ref(calibration)
 
 

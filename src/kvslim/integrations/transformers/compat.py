@@ -64,6 +64,7 @@ INDEXES_KV = frozenset(
         "youtu",
     }
 )
+SKIPPED = "skipped on request"  # reason of a layer that the caller left out
 # Layer kinds whose plain full-attention cache can be replaced by a packed one.
 PACKED_KINDS = ("full_attention",)
 
