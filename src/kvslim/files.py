@@ -118,11 +118,15 @@ def write(path: str | Path, kind: Kind, header: Mapping[str, Any], tensors: Mapp
     with replacing(path) as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for name in order:
-            made = _bytes(tensors[name].make())
-            _add(digest, name, tensors[name].dtype, tensors[name].shape, made)
-            file.write(made)
+            _write(file, digest, name, tensors[name])
         file.seek(8 + head.index(_NO_DIGEST.encode()))
         file.write(digest.hexdigest().encode())
+
+
+def _write(file: BinaryIO, digest: Any, name: str, tensor: Lazy) -> None:
+    made = _bytes(tensor.make())
+    _add(digest, name, tensor.dtype, tensor.shape, made)
+    file.write(made)
 
 
 @contextmanager
@@ -190,13 +194,13 @@ class Contents:
     def __init__(self, path: str | Path, kind: Kind, *, verify: bool = True):
         self.path, self.kind = Path(path), kind
         if not self.path.is_file():
-            raise StateFileError(f"no {kind.what} at {path}; {kind.again}")
+            raise StateFileError(f"no {kind.what} file at {path}; {kind.again}")
         try:
             self._file = safe_open(self.path, framework="pt")
             metadata = self._file.metadata() or {}
             names = list(self._file.keys())
         except (SafetensorError, OSError) as error:
-            self._damaged(f"no readable safetensors file ({error})", error)
+            raise StateFileError(f"{path} cannot be read as safetensors ({error}); {kind.again}") from error
         self._check_kind(metadata)
         self._dtypes = {name: self._known_dtype(name) for name in names}
         self._shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
@@ -267,8 +271,8 @@ class Contents:
                 f"{metadata.get('digest', 'none')[:16]}..."
             )
 
-    def _damaged(self, what: str, cause: Exception | None = None) -> NoReturn:
-        raise StateFileError(f"{self.path} is damaged or foreign: {what}; {self.kind.again}") from cause
+    def _damaged(self, what: str) -> NoReturn:
+        raise StateFileError(f"{self.path} is damaged or foreign: {what}; {self.kind.again}")
 
 
 def _place(name: str, dtype: torch.dtype) -> tuple[int, str]:

@@ -45,15 +45,16 @@ class Row:
 
 @dataclass
 class Before:
-    """What a layer was before a chunk came in. Exact slots are copied only where sealing overwrites them."""
+    """What a layer was before a chunk came in. Exact slots are kept only where sealing overwrites them."""
 
     rows: list[Row]
     length: int
     exact: tuple[torch.Tensor, torch.Tensor] | None = None
+    exact_shared: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies."""
+        """Bytes of the exact slots that are kept."""
         return sum(tensor.nbytes for tensor in self.exact or ())
 
 
@@ -148,6 +149,7 @@ class LayerStore:
         self.key_mean_share = 0.0  # |mean key| / rms key, largest over heads, once parameters are frozen
         self.length = 0  # columns seen, padding included: what the framework calls the sequence length
         self.key = self.value = torch.empty(0)
+        self._exact_shared = False  # with forks, until the next token comes in
 
     # -- what is held ---------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class LayerStore:
     def start(self, rows: int) -> None:
         """Begin with `rows` empty sequences."""
         self.rows = [Row() for _ in range(rows)]
-        self.length = 0
+        self.length, self._exact_shared = 0, False
         shape = (rows, self.kv_heads, self.slots)
         self.key = torch.zeros((*shape, self.head_dims[0]), dtype=self.dtypes[0], device=self.device)
         self.value = torch.zeros((*shape, self.head_dims[1]), dtype=self.dtypes[1], device=self.device)
@@ -257,6 +259,7 @@ class LayerStore:
         self.rows, self.length = before.rows, before.length
         if before.exact is not None:
             self.key, self.value = before.exact
+            self._exact_shared = before.exact_shared
 
     def _settle_row(
         self, index: int, row: Row, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, before: Before
@@ -280,7 +283,7 @@ class LayerStore:
             row.frozen = self._freeze(row, spans)
         self._seal(index, row, spans, seal)
         if row.tail and before.exact is None:
-            before.exact = self.key.clone(), self.value.clone()
+            before.exact, before.exact_shared = self._kept_exact(), self._exact_shared
         row.packed += seal
         row.tail = total - seal
         # the span may still read the tail's old place, so it is copied out before it is written back
@@ -331,7 +334,16 @@ class LayerStore:
         row.moment, row.queries = None, 0
         return key, value
 
+    def _kept_exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._exact_shared:  # the write that comes now will make this store a copy of its own
+            return self.key, self.value
+        return self.key.clone(), self.value.clone()
+
     def _write_exact(self, index: int, slot: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        if not k.shape[1]:
+            return
+        if self._exact_shared:
+            self.key, self.value, self._exact_shared = self.key.clone(), self.value.clone(), False
         self.key[index, :, slot : slot + k.shape[1]] = k
         self.value[index, :, slot : slot + v.shape[1]] = v
 
@@ -360,9 +372,10 @@ class LayerStore:
         self.rows = [replace(self.rows[i]) for i in order]
         at = torch.tensor(order, dtype=torch.long, device=self.device)
         self.key, self.value = self.key.index_select(0, at), self.value.index_select(0, at)
+        self._exact_shared = False
 
     def fork(self, table: BlockTable) -> LayerStore:
-        """Return a store with the same tokens; blocks are shared, exact tokens copied."""
+        """Return a store with the same tokens; blocks are shared, exact tokens until one of the two gets another."""
         other = LayerStore(
             self.packers,
             table,
@@ -378,13 +391,15 @@ class LayerStore:
         )
         other.rows = [replace(row) for row in self.rows]
         other.length = self.length
-        other.key, other.value = self.key.clone(), self.value.clone()
+        other.key, other.value = self.key, self.value
+        self._exact_shared = other._exact_shared = True
         return other
 
     def clear(self) -> None:
         """Forget all tokens. Slabs are freed once no fork holds a block."""
         self.rows, self.length = [], 0
         self.key = self.value = torch.empty(0)
+        self._exact_shared = False
         if self.table.allocator.in_use == 0:
             self.pool.clear()
 
