@@ -12,7 +12,19 @@ PACKAGE = ROOT / "src" / "kvslim"
 
 # From left to right; a place may import itself, its own group and what stands to its left.
 ORDER = (
-    {"errors", "layout", "bitpack", "registry", "recipe", "presets", "calibration", "files", "header", "wheels", "models"},
+    {
+        "errors",
+        "layout",
+        "bitpack",
+        "registry",
+        "recipe",
+        "presets",
+        "calibration",
+        "files",
+        "header",
+        "wheels",
+        "models",
+    },
     {"transforms"},
     {"codecs"},
     {"kernels"},

@@ -98,13 +98,13 @@ class Calibration:
         return cls(facts.text("fingerprint"), facts.text("source"), facts.integer("tokens"), layers)
 
 
-def check_fit(tensors: Mapping[str, torch.Tensor], layer: int, kv_heads: int, head_dim: int) -> None:
+def check_fit(tensors: Mapping[str, torch.Tensor], kv_heads: int, head_dim: int) -> None:
     """Raise InputError where a layer's statistics are of other sizes than its keys."""
     for name in {"query_moment", *_MEANS} & tensors.keys():
         if tensors[name].shape[:2] != (kv_heads, head_dim):
             raise InputError(
-                f"layer {layer}: {name} of the calibration is {tuple(tensors[name].shape)}, the keys have {kv_heads} "
-                f"kv heads of {head_dim}; {KIND.again}"
+                f"{name} of the calibration is {tuple(tensors[name].shape)}, the keys have {kv_heads} kv heads of "
+                f"{head_dim}; {KIND.again}"
             )
 
 

@@ -192,7 +192,7 @@ class Contents:
     """
 
     def __init__(self, path: str | Path, kind: Kind, *, verify: bool = True):
-        self.path, self.kind = Path(path), kind
+        self.path, self.kind, self.verify = Path(path), kind, verify
         if not self.path.is_file():
             raise StateFileError(f"no {kind.what} file at {path}; {kind.again}")
         try:

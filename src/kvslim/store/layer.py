@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvslim.calibration import check_fit
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.kernels.encode import encode
 from kvslim.layout import PackedBlock
@@ -329,6 +330,7 @@ class LayerStore:
         self.key_mean_share = max(self.key_mean_share, _mean_share(samples[0]))
         block, tokens = self.block, spans[0].length
         prior = {name: tensor.to(self.device) for name, tensor in self.prior().items()}
+        check_fit(prior, self.kv_heads, self.head_dims[0])
         key = self.packers[0].freeze(Sample(samples[0], moment, block, tokens, prior))
         value = self.packers[1].freeze(Sample(samples[1], block=block, tokens=tokens))
         row.moment, row.queries = None, 0

@@ -19,7 +19,7 @@ import torch
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.files import Contents, Lazy
 from kvslim.header import Fields
-from kvslim.layout import FLOAT8, STORAGE, TOKEN_PARTS, PackedLayout, Part
+from kvslim.layout import FLOAT8, STORAGE, TOKEN_PARTS, PackedBlock, PackedLayout, Part
 from kvslim.store.layer import LayerStore, Row
 from kvslim.store.pool import Pool
 from kvslim.store.table import BlockTable, Entry
@@ -131,9 +131,12 @@ def _blocks(pool: Pool, side: str, part: Part, held: list[int], used: list[int])
 
 
 def restore(
-    head: Fields, contents: Contents, table: BlockTable, build: Build, *, mapped: bool, verify: bool
+    head: Fields, contents: Contents, table: BlockTable, build: Build, *, mapped: bool
 ) -> dict[int, LayerStore]:
-    """Fill `table`, which must be new, and return the stores that `describe` described.
+    """Fill `table`, which must be empty, and return the stores that `describe` described.
+
+    Where `build` gives stores of a pool that other tables use already, `table` must share their allocator; blocks take
+    free places there.
 
     Parameters
     ----------
@@ -144,28 +147,32 @@ def restore(
     build : callable
         See `Build`.
     mapped : bool
-        Leave sealed blocks in the mapped file instead of copying them.
-    verify : bool
-        Look for NaN and Inf in sealed blocks, which reads all their floats.
+        Leave sealed blocks in the mapped file where the pool is empty, instead of copying them.
 
     Raises
     ------
     StateFileError
-        Something is not as it must be; stores and table are useless then.
+        Something is not as it must be; `table` is empty then.
     """
     if head.integer("block") != table.block:
         head.refuse("block", f"the recipe's {table.block}")
     blocks = head.integer("blocks", 0)
     rows = _rows(head, blocks, table.block)
+    taken = table.adopt(rows, blocks)
     stores = {}
-    for fields in head.each("layers"):
-        layer = fields.integer("layer")
-        store = build(layer, *_sizes(fields))
-        stores[layer] = store
-        _restore_layer(fields, contents, store, layer, rows, blocks, mapped=mapped, verify=verify)
-    if len({store.length for store in stores.values()}) > 1 or len(stores) != len(head.each("layers")):
-        head.refuse("layers", "layers of one length, each once")
-    table.adopt(rows, blocks)
+    try:
+        for fields in head.each("layers"):
+            layer = fields.integer("layer")
+            store = build(layer, *_sizes(fields))
+            stores[layer] = store
+            _restore_layer(fields, contents, store, rows, taken, mapped=mapped)
+        if len({store.length for store in stores.values()}) > 1 or len(stores) != len(head.each("layers")):
+            head.refuse("layers", "layers of one length, each once")
+        if rows and not stores:
+            head.refuse("rows", "no sequences, because no layer has any")
+    except BaseException:
+        table.clear()
+        raise
     return stores
 
 
@@ -194,62 +201,55 @@ def _sizes(fields: Fields) -> tuple[int, tuple[int, int], torch.dtype]:
 
 
 def _restore_layer(
-    fields: Fields,
-    contents: Contents,
-    store: LayerStore,
-    layer: int,
-    rows: list[list[Entry]],
-    blocks: int,
-    *,
-    mapped: bool,
-    verify: bool,
+    fields: Fields, contents: Contents, store: LayerStore, rows: list[list[Entry]], taken: list[int], *, mapped: bool
 ) -> None:
     if fields.value.get("layouts") != [plain_layout(packer.layout) for packer in store.packers]:
         fields.refuse("layouts", "what this kvslim makes of the recipe")
-    if len(fields.each("rows")) != len(rows) or not rows:
+    described = fields.each("rows")
+    if not rows or len(described) != len(rows):
         fields.refuse("rows", f"one for each of {len(rows)} sequences")
-    length = fields.integer("length")
+    length, share = fields.integer("length"), fields.number("key_mean_share")
     frozen = [_frozen(each, contents, store) for each in fields.each("frozen")]
     restored = [
         _row(each, contents, store, length, sum(entry.valid for entry in row), frozen)
-        for each, row in zip(fields.each("rows"), rows, strict=True)
+        for each, row in zip(described, rows, strict=True)
     ]
-    share = fields.number("key_mean_share")
-    longest = max(row.sinks + row.tail for row in restored)
-    exact = [
-        contents.take(f"{layer}.{side}.exact", (len(rows), store.kv_heads, longest, head_dim), dtype)
-        for side, head_dim, dtype in zip("kv", store.head_dims, store.dtypes, strict=True)
-    ]
-    slab = {side: _parts(contents, store, layer, side, blocks, verify=verify) for side in "kv"} if blocks else {}
     try:
         store.start(len(rows))
     except RuntimeError as error:  # of torch's allocator
         fields.refuse("rows", f"sequences that fit into memory ({error})")
-    for target, saved in zip((store.key, store.value), exact, strict=True):
-        contents.check_finite(f"{layer}.exact", saved)
-        target[:, :, :longest] = saved
-    if blocks:
-        if not mapped:
-            slab = {
-                side: {name: part.to(store.device, copy=True) for name, part in parts.items()}
-                for side, parts in slab.items()
-            }
-        store.pool.adopt(slab, blocks)
+    _restore_exact(contents, store, fields.integer("layer"), max(row.sinks + row.tail for row in restored))
+    if taken:
+        _restore_blocks(contents, store, fields.integer("layer"), taken, mapped=mapped)
     store.rows, store.length, store.key_mean_share = restored, length, share
 
 
-def _parts(
-    contents: Contents, store: LayerStore, layer: int, side: str, blocks: int, *, verify: bool
-) -> dict[str, torch.Tensor]:
+def _restore_exact(contents: Contents, store: LayerStore, layer: int, longest: int) -> None:
+    for side, target in zip("kv", (store.key, store.value), strict=True):
+        name = f"{layer}.{side}.exact"
+        saved = contents.take(name, (*target.shape[:2], longest, target.shape[3]), target.dtype)
+        contents.check_finite(name, saved)
+        target[:, :, :longest] = saved
+
+
+def _restore_blocks(contents: Contents, store: LayerStore, layer: int, taken: list[int], *, mapped: bool) -> None:
+    pool = store.pool
+    slab = {side: _parts(contents, store, layer, side, len(taken)) for side in "kv"}
+    if mapped and not pool.capacity and taken == list(range(len(taken))):
+        pool.adopt(slab, len(taken))
+        return
+    pool.reserve(max(taken) + 1)
+    for side, parts in slab.items():
+        pool.write(side, taken, PackedBlock(pool.layouts[side], parts))
+
+
+def _parts(contents: Contents, store: LayerStore, layer: int, side: str, blocks: int) -> dict[str, torch.Tensor]:
     parts = {}
     for part in store.pool.layouts[side].parts:
         name = f"{layer}.{side}.block.{part.name}"
-        parts[part.name] = contents.take(name, (blocks, store.kv_heads, *part.shape), STORAGE[part.dtype])
-        if verify:
-            narrow = part.dtype in FLOAT8
-            contents.check_finite(
-                name, parts[part.name].view(FLOAT8[part.dtype]).float() if narrow else parts[part.name]
-            )
+        parts[part.name] = saved = contents.take(name, (blocks, store.kv_heads, *part.shape), STORAGE[part.dtype])
+        if contents.verify:
+            contents.check_finite(name, saved.view(FLOAT8[part.dtype]).float() if part.dtype in FLOAT8 else saved)
     return parts
 
 

@@ -104,14 +104,15 @@ class BlockTable:
         self.clear()
         self.rows = [[] for _ in range(rows)]
 
-    def adopt(self, rows: list[list[Entry]], blocks: int) -> None:
-        """Begin with `rows` over `blocks` new blocks; entries count these from 0, and hold each at least once."""
+    def adopt(self, rows: list[list[Entry]], blocks: int) -> list[int]:
+        """Begin with `rows` over new blocks, which are returned; entries count them from 0, and hold each of them."""
         self.clear()
         taken = [self.allocator.allocate() for _ in range(blocks)]
         self.rows = [[Entry(taken[block], valid) for block, valid in row] for row in rows]
         for row in self.rows:
             self.allocator.retain(entry.block for entry in row)
         self.allocator.release(taken)
+        return taken
 
     def clear(self) -> None:
         """Let go of all blocks."""

@@ -154,7 +154,7 @@ def load(
     devices = _devices(model, len(cache.layers))
     if mmap and any(devices[core.layer].type != "cpu" for core in _cores(cache)):
         raise InputError(f"mmap=True maps the file for the CPU, the model is on {model.device}; leave mmap out")
-    _restore_packed(cache, head, contents, devices, mapped=mmap, verify=verify)
+    _restore_packed(cache, head, contents, devices, mapped=mmap)
     _restore_others(cache, head, contents, devices)
     cache.saved = Saved(_ids(cache, head, contents), head.fields("notes").value)
     contents.finish()
@@ -197,7 +197,7 @@ def _devices(model: Any, layers: int) -> list[torch.device]:
 
 
 def _restore_packed(
-    cache: KVCache, head: Fields, contents: Contents, devices: list[torch.device], *, mapped: bool, verify: bool
+    cache: KVCache, head: Fields, contents: Contents, devices: list[torch.device], *, mapped: bool
 ) -> None:
     cores = {core.layer: core for core in _cores(cache)}
     fields, length = head.fields("store"), head.integer("length")
@@ -207,7 +207,7 @@ def _restore_packed(
             fields.refuse("layers", f"layers out of {list(cores)}, those that are packed")
         return cores[layer].build(kv_heads, head_dims, dtype, devices[layer])
 
-    stores = state.restore(fields, contents, cache.table, build, mapped=mapped, verify=verify)
+    stores = state.restore(fields, contents, cache.table, build, mapped=mapped)
     if set(stores) not in (set(), set(cores)):
         fields.refuse("layers", f"all of layers {list(cores)}, or none")
     if any(store.length != length for store in stores.values()):
