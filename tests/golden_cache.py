@@ -54,9 +54,9 @@ def model() -> Any:
     return kvslim.enable(made)
 
 
-def cache_of(made: Any) -> kvslim.KVCache:
+def cache_of(made: Any, recipe: str = RECIPE) -> kvslim.KVCache:
     """Three sequences, one padded, two that share blocks, after a crop into a block."""
-    cache = kvslim.KVCache(made, RECIPE)
+    cache = kvslim.KVCache(made, recipe)
     ids = torch.tensor(PROMPT)
     cache.activate_past_recording()
     feed(made, cache, ids, (ids > 0).long())

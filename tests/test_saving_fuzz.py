@@ -20,16 +20,15 @@ from kvslim.errors import KVSlimError, StateFileError
 from test_adapter import state_hash
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-RECIPES = {"slim4": golden_cache.RECIPE, "pages": "slim4p+block=8+sinks=2", "outliers": "k=center/outlier:count=8/table:3+v=int4+block=8"}  # fmt: skip
 
 
 class Case:
     """A file that was saved, and what is equal to it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, recipe: str = golden_cache.RECIPE):
         self.model = golden_cache.model()
         self.path = folder / "cache.safetensors"
-        self.cache = golden_cache.cache_of(self.model)
+        self.cache = golden_cache.cache_of(self.model, recipe)
         ids = torch.tensor(golden_cache.PROMPT)[golden_cache.ORDER, :-5]
         self.cache.save(self.path, ids=ids, notes={"n": 1})
         self.content = self.path.read_bytes()
@@ -267,6 +266,29 @@ def test_nan_and_inf_in_statistics_are_refused(case):
             case.path.write_bytes(case.signed(data=bytes(data)))
             with pytest.raises(StateFileError, match=f"'{name}' has NaN or Inf|{name}"):
                 kvslim.KVCache.load(case.path, case.model)
+
+
+IMPOSSIBLE = {
+    "no permutation": (
+        "k=outlier:count=4/affine:8+v=affine:8+recent=3",
+        "1.k.frozen.0.0.order",
+        "order is no permutation",
+    ),
+    "a weight of zero": ("slim4+recent=3", "1.k.frozen.0.0.weight", "a weight is not above 0"),
+    "channels that do not exist": ("slim4p", "1.k.frozen.0.0.rope_pairs", "no pairs of different channels below 8"),
+    "no query metric": ("slim4+recent=3", "1.k.frozen.0.moment", "no query metric"),
+}
+
+
+@pytest.mark.parametrize(("recipe", "name", "message"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_parameters_that_no_transform_has_are_refused(tmp_path, recipe, name, message):
+    case = Case(tmp_path, recipe + "+block=8+sinks=2")
+    begin, end = case.index[name]["data_offsets"]
+    data = bytearray(case.content[case.start :])
+    data[begin:end] = (b"\xfb" if "moment" in name else b"\0") * (end - begin)  # -6e4 as fp16
+    case.path.write_bytes(case.signed(data=bytes(data)))
+    with pytest.raises(StateFileError, match=message):
+        kvslim.KVCache.load(case.path, case.model)
 
 
 def test_memory_that_is_not_there_is_refused(case):
