@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvslim.cli import options
+from kvslim.cli.cache_file import Past, check_files, open_past, save_past
 from kvslim.cli.generate import summary, write
-from kvslim.errors import InputError, KVSlimError, StateError, did_you_mean
+from kvslim.errors import InputError, KVSlimError, did_you_mean
 
 if TYPE_CHECKING:
     from kvslim.cli.session import Reply, Session
@@ -20,6 +21,7 @@ _COMMANDS = ("/reset", "/stats", "/exit")
 
 
 def chat(
+    context: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     recipe: options.Recipe = options.RECIPE,
@@ -32,17 +34,28 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     models_dir: options.ModelsDir = None,
+    load_cache: options.LoadCache = None,
+    save_cache: options.SaveCache = None,
 ) -> None:
-    """Talk to a model; each line is a turn. Commands: /reset, /stats, /exit."""
+    """Talk to a model; each line is a turn. Commands: /reset, /stats, /exit.
+
+    --save-cache is written at the end; --load-cache goes on with the conversation in such a file.
+    """
     from kvslim.cli.session import Session
 
+    check_files(load_cache, save_cache)
     session = Session.open(
         model, recipe, key=key, value=value, weights=weights, dtype=dtype, device=device, models_dir=models_dir
     )
     if not session.has_chat_template:
         raise InputError(f"{session.loaded.name} has no chat template; use `kvslim generate --raw`, or another model")
+    past = open_past(session, load_cache, context)
+    if past.messages is None:
+        raise InputError(f"{load_cache} holds plain text; go on with it by `kvslim generate --raw`")
+    if system is not None and past.messages:
+        raise InputError(f"--system: the conversation in {load_cache} has begun already; leave it out")
     first = [] if system is None else [{"role": "system", "content": system}]
-    talk = Conversation(session, session.new_cache(), first, max_new_tokens, temperature, seed)
+    talk = Conversation(session, past.cache, first, max_new_tokens, temperature, seed, past.messages, past.ids)
     interactive = sys.stdin.isatty()
     while (line := _next_line(interactive)) is not None and line != "/exit":
         try:
@@ -51,6 +64,7 @@ def chat(
             if not interactive:
                 raise
             typer.secho(f"kvslim: {error}", fg="red", err=True)  # one bad turn must not end the conversation
+    save_past(Past(talk.cache, talk.held, [*talk.first, *talk.turns]), save_cache)
 
 
 @dataclass
@@ -68,11 +82,14 @@ class Conversation:
 
     def say(self, text: str) -> Reply:
         """Answer one message; nothing is remembered if that fails."""
+        from kvslim.cli.session import keep_prefix
+
         asked = [*self.turns, {"role": "user", "content": text}]
         ids = self.session.encode_messages([*self.first, *asked])
         self.session.check_room(len(ids), 1)
         room = self.max_new_tokens if self.session.context is None else self.session.context - len(ids)
-        self._keep_prefix(ids)
+        keep_prefix(self.cache, self.held, ids)
+        self.held = ids[: self.cache.get_seq_length()]
         reply = self.session.reply(
             ids,
             self.cache,
@@ -89,19 +106,6 @@ class Conversation:
         """Forget all turns."""
         self.cache.reset()
         self.turns, self.held = [], []
-
-    def _keep_prefix(self, ids: list[int]) -> None:
-        """Crop the cache to what it shares with `ids`: all of it where the chat template only appended."""
-        most = min(len(self.held), len(ids) - 1)  # at least one token must be fed
-        shared = next((at for at in range(most) if self.held[at] != ids[at]), most)
-        surplus = self.cache.get_seq_length() - shared
-        try:
-            if surplus:
-                self.cache.crop(-surplus)
-        except StateError:  # a sliding layer past its window cannot go back: feed everything again
-            self.cache.reset()
-            shared = 0
-        self.held = ids[:shared]
 
 
 def _next_line(interactive: bool) -> str | None:

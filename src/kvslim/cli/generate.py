@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvslim.cli import options
+from kvslim.cli.cache_file import Past, check_files, open_past, save_past
 from kvslim.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def generate(
+    context: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
@@ -28,6 +30,8 @@ def generate(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")] = False,
+    load_cache: options.LoadCache = None,
+    save_cache: options.SaveCache = None,
     weights: options.Weights = "none",
     dtype: options.Dtype = "auto",
     device: options.Device = None,
@@ -37,35 +41,50 @@ def generate(
     """Answer one prompt with a packed cache.
 
     The prompt comes from --prompt, --file or standard input. Text goes to standard output as it is made; speed and what
-    the cache holds go to standard error.
+    the cache holds go to standard error. With --load-cache the prompt goes on after what that cache holds: as the
+    next message of a conversation, or as it is after plain text.
     """
     text = read_prompt(prompt, file)
-    from kvslim.cli.session import Session
+    from kvslim.cli.session import Session, keep_prefix
 
+    check_files(load_cache, save_cache)
     session = Session.open(
         model, recipe, key=key, value=value, weights=weights, dtype=dtype, device=device, models_dir=models_dir
     )
-    if raw or not session.has_chat_template:
-        if not raw:
-            typer.echo(f"{session.loaded.name} has no chat template: the prompt goes in as it is", err=True)
-        ids = session.encode(text)
-    else:
-        ids = session.encode_messages([{"role": "user", "content": text}])
+    past = open_past(session, load_cache, context)
+    ids = _prompt_ids(session, past, text, raw=raw)
     session.check_room(len(ids), max_new_tokens)
-    cache = session.new_cache()
+    keep_prefix(past.cache, past.ids, ids)
     reply = session.reply(
         ids,
-        cache,
+        past.cache,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
         on_text=_discard if as_json else write,
     )
-    if as_json:
-        typer.echo(json.dumps(as_dict(session, reply, cache), ensure_ascii=False))
-    else:
+    if not as_json:
         typer.echo()
-        typer.echo(summary(reply, cache), err=True)
+        typer.echo(summary(reply, past.cache), err=True)
+    past.ids = [*ids, *reply.ids]
+    if past.messages is not None:
+        past.messages.append({"role": "assistant", "content": reply.text})
+    saved = save_past(past, save_cache)
+    if as_json:
+        files = {"loaded_cache": past.facts, "saved_cache": saved}
+        typer.echo(json.dumps(as_dict(session, reply, past.cache) | files, ensure_ascii=False))
+
+
+def _prompt_ids(session: Session, past: Past, text: str, *, raw: bool) -> list[int]:
+    """Tokens of the past and the prompt; `past.messages` becomes what they say, None where it is plain text."""
+    if not raw and session.has_chat_template and past.messages is not None:
+        past.messages.append({"role": "user", "content": text})
+        return session.encode_messages(past.messages)
+    if not raw:
+        why = f"{past.facts['file']} holds plain text" if past.facts else f"{session.loaded.name} has no chat template"
+        typer.echo(f"{why}: the prompt goes in as it is", err=True)
+    past.messages = None
+    return [*past.ids, *session.encode(text, more=bool(past.ids))]
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -115,7 +134,7 @@ def as_dict(session: Session, reply: Reply, cache: KVCache) -> dict[str, object]
     """The same for programs, keys with their units."""
     return {
         "model": session.loaded.name,
-        "recipe": str(session.recipe),
+        "recipe": str(cache.recipe),
         "text": reply.text,
         "prompt_tokens": reply.prompt_tokens,
         "new_tokens": len(reply.ids),

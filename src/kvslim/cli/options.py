@@ -48,6 +48,12 @@ Resume = Annotated[
         "--resume", "--out", "-o", help="File (JSON lines) that keeps every finished case; run again with it to go on."
     ),
 ]
+LoadCache = Annotated[
+    Path | None, typer.Option("--load-cache", help="Go on from a cache that --save-cache wrote, with its recipe.")
+]
+SaveCache = Annotated[
+    Path | None, typer.Option("--save-cache", help="Write the packed cache, with its tokens, to a file.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 
 RECIPE = DEFAULT_RECIPE

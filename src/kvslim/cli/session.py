@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 from kvslim.codecs import build_codec
-from kvslim.errors import InputError
+from kvslim.errors import InputError, StateError
 from kvslim.integrations.transformers import KVCache, compat
 from kvslim.integrations.transformers.loading import LoadedModel, load_model
 from kvslim.recipe import Recipe
@@ -94,9 +94,9 @@ class Session:
         """Whether the tokenizer can format messages."""
         return self.loaded.tokenizer.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text."""
-        return self.loaded.tokenizer(text)["input_ids"]
+    def encode(self, text: str, *, more: bool = False) -> list[int]:
+        """Token ids of plain text; `more`: of text that goes on, without the tokens that begin one."""
+        return self.loaded.tokenizer(text, add_special_tokens=not more)["input_ids"]
 
     def encode_messages(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks."""
@@ -142,6 +142,18 @@ class Session:
         new = output[0, len(ids) :].tolist()
         text = self.loaded.tokenizer.decode(new, skip_special_tokens=True)
         return Reply(text, new, len(ids), fed, *streamer.seconds())
+
+
+def keep_prefix(cache: KVCache, held: list[int], ids: list[int]) -> None:
+    """Crop a cache that holds tokens `held` to what it shares with `ids`, of which at least one must be fed."""
+    most = min(cache.get_seq_length(), len(held), len(ids) - 1)
+    shared = next((at for at in range(most) if held[at] != ids[at]), most)
+    surplus = cache.get_seq_length() - shared
+    try:
+        if surplus:
+            cache.crop(-surplus)
+    except StateError:  # a sliding layer past its window cannot go back: feed everything again
+        cache.reset()
 
 
 _GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
