@@ -16,7 +16,7 @@ from kvslim import calibration, files
 from kvslim.calibration import Calibration
 from kvslim.codecs.float8 import Float8Codec
 from kvslim.errors import InputError, KVSlimError, RecipeError, StateError, StateFileError
-from kvslim.integrations.transformers import calibrate, saving
+from kvslim.integrations.transformers import calibrate, fingerprint, saving
 from kvslim.integrations.transformers.report import storage_nbytes
 from kvslim.store import state
 from kvslim.store.table import BlockTable
@@ -269,6 +269,22 @@ def test_another_model_is_refused_and_named(path):
             kvslim.KVCache.load(path, other)
     with pytest.raises(InputError, match="LlamaConfig, which has no weights"):
         kvslim.KVCache.load(path, model.config)
+
+
+def test_the_same_model_out_of_another_folder_is_not_another_model(path, tmp_path):
+    import transformers
+
+    model = build("llama")
+    cache = kvslim.KVCache(model, SMALL)
+    forward(model, prompt(1, 40), cache)
+    cache.save(path)
+    model.save_pretrained(tmp_path / "m")  # writes into the config
+    moved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="kvslim")
+    for again in (model, moved):
+        assert kvslim.KVCache.load(path, again).get_seq_length() == 40
+    nested = transformers.Gemma3Config().to_dict()
+    assert "_name_or_path" in nested["text_config"]
+    assert "_name_or_path" not in fingerprint._telling(nested)["text_config"]
 
 
 def test_another_recipe_than_asked_for_is_refused(path):
