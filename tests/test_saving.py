@@ -26,7 +26,7 @@ from tiny_models import FAMILIES, build, left_padded, pair, prompt
 SMALL = "slim4+block=16+sinks=2+recent=5"
 PAGES = "slim4p+block=16"
 RECIPES = ("none+block=8+sinks=2+recent=5", SMALL, PAGES, "k=outlier:count=8/rotate:kind=orthogonal:parts=8/outlier:3:count=8+v=outlier:count=8/outlier:3:count=8+block=8", "turbo4-qjl+block=8", "kvarn4+block=8",
-           "nvfp4+block=8", "ultra4+block=8", "fp8", "kivi2+recent=32", "int4+layer.1=none", "k=center/rotate:signs/table:3+v=table:4:scale=16+block=8")  # fmt: skip
+           "nvfp4+block=8", "ultra4+block=8", "fp8", "kivi2+recent=32", "k=equalize:4:window=3+v=equalize:4:predict:window=2+block=8", "int4+layer.1=none", "k=center/rotate:signs/table:3+v=table:4:scale=16+block=8")  # fmt: skip
 
 
 @pytest.fixture

@@ -110,6 +110,8 @@ def write(path: str | Path, kind: Kind, header: Mapping[str, Any], tensors: Mapp
     index: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in order:
+        if tensors[name].dtype not in _NAMES:
+            raise StateFileError(f"tensor '{name}' is {tensors[name].dtype}, which kvslim's files do not hold")
         start, end = end, end + tensors[name].nbytes
         index[name] = {"dtype": _NAMES[tensors[name].dtype], "shape": tensors[name].shape, "data_offsets": (start, end)}
     head = json.dumps(index).encode()

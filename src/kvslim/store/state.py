@@ -25,8 +25,7 @@ from kvslim.store.pool import Pool
 from kvslim.store.table import BlockTable, Entry
 from kvslim.transforms.base import Saved
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = {name: STORAGE[name] for name in ("fp16", "bf16", "fp32")}  # that models make keys in
 _MOST_CHANNELS = 1 << 16  # of a layer: kv_heads * head_dim
 _LAST_POSITION = 1 << 31
 
@@ -49,30 +48,34 @@ def describe(table: BlockTable, stores: Mapping[int, LayerStore]) -> tuple[dict[
         "blocks": len(held),
         "rows": [[(number[entry.block], entry.valid) for entry in row] for row in table.rows],
     }
-    tensors: dict[str, Lazy] = {}
-    names: dict[int, str] = {}  # tensors that several layers or rows share are written once
-    header["layers"] = [
-        _describe_layer(layer, store, held, used, tensors, names) for layer, store in stores.items() if store.rows
-    ]
-    return header, tensors
+    out = _Out()
+    header["layers"] = [_describe_layer(layer, store, held, used, out) for layer, store in stores.items() if store.rows]
+    return header, out.tensors
 
 
-def _describe_layer(
-    layer: int, store: LayerStore, held: list[int], used: list[int], tensors: dict[str, Lazy], names: dict[int, str]
-) -> dict[str, Any]:
-    def name_of(tensor: torch.Tensor, name: str) -> str:
-        if id(tensor) not in names:
-            names[id(tensor)], tensors[name] = name, Lazy.of(tensor)
-        return names[id(tensor)]
+class _Out:
+    """Tensors by name; one that several layers or rows share gets one name."""
 
+    def __init__(self) -> None:
+        self.tensors: dict[str, Lazy] = {}
+        self._names: dict[int, str] = {}
+
+    def name_of(self, tensor: torch.Tensor, name: str) -> str:
+        """Return the name of `tensor`, which is `name` where it has none yet."""
+        if id(tensor) not in self._names:
+            self._names[id(tensor)], self.tensors[name] = name, Lazy.of(tensor)
+        return self._names[id(tensor)]
+
+
+def _describe_layer(layer: int, store: LayerStore, held: list[int], used: list[int], out: _Out) -> dict[str, Any]:
     longest = max(row.sinks + row.tail for row in store.rows)
-    for side, exact, head_dim, dtype in zip("kv", (store.key, store.value), store.head_dims, store.dtypes, strict=True):
-        shape = (len(store.rows), store.kv_heads, longest, head_dim)
-        tensors[f"{layer}.{side}.exact"] = Lazy(shape, dtype, partial(_exact, exact, store.rows, longest))
+    for side, exact in zip("kv", (store.key, store.value), strict=True):
+        shape = (*exact.shape[:2], longest, exact.shape[3])
+        out.tensors[f"{layer}.{side}.exact"] = Lazy(shape, exact.dtype, partial(_exact, exact, store.rows, longest))
         for part in store.pool.layouts[side].parts if held else ():
             form = (len(held), store.kv_heads, *part.shape)
             make = partial(_blocks, store.pool, side, part, held, used)
-            tensors[f"{layer}.{side}.block.{part.name}"] = Lazy(form, STORAGE[part.dtype], make)
+            out.tensors[f"{layer}.{side}.block.{part.name}"] = Lazy(form, STORAGE[part.dtype], make)
     frozen = list(dict.fromkeys(row.frozen for row in store.rows if row.frozen is not None))
     return {
         "layer": layer,
@@ -82,26 +85,30 @@ def _describe_layer(
         "layouts": [plain_layout(packer.layout) for packer in store.packers],
         "length": store.length,
         "key_mean_share": store.key_mean_share,
-        "frozen": [
-            {
-                side: {name: name_of(t, f"{layer}.{side}.frozen.{at}.{name}") for name, t in parts.tensors().items()}
-                for side, parts in zip("kv", pair, strict=True)
-            }
-            for at, pair in enumerate(frozen)
-        ],
-        "rows": [
-            {
-                "sinks": row.sinks,
-                "packed": row.packed,
-                "tail": row.tail,
-                "holes": row.holes,
-                "origin": row.origin,
-                "queries": row.queries,
-                "frozen": None if row.frozen is None else frozen.index(row.frozen),
-                "moment": None if row.moment is None else name_of(row.moment, f"{layer}.moment.{at}"),
-            }
-            for at, row in enumerate(store.rows)
-        ],
+        "frozen": [_describe_frozen(f"{layer}", at, pair, out) for at, pair in enumerate(frozen)],
+        "rows": [_describe_row(f"{layer}.moment.{at}", row, frozen, out) for at, row in enumerate(store.rows)],
+    }
+
+
+def _describe_frozen(layer: str, at: int, pair: tuple[Frozen, Frozen], out: _Out) -> dict[str, dict[str, str]]:
+    return {
+        side: {
+            name: out.name_of(tensor, f"{layer}.{side}.frozen.{at}.{name}") for name, tensor in own.tensors().items()
+        }
+        for side, own in zip("kv", pair, strict=True)
+    }
+
+
+def _describe_row(moment: str, row: Row, frozen: list[tuple[Frozen, Frozen]], out: _Out) -> dict[str, Any]:
+    return {
+        "sinks": row.sinks,
+        "packed": row.packed,
+        "tail": row.tail,
+        "holes": row.holes,
+        "origin": row.origin,
+        "queries": row.queries,
+        "frozen": None if row.frozen is None else frozen.index(row.frozen),
+        "moment": None if row.moment is None else out.name_of(row.moment, moment),
     }
 
 
