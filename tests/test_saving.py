@@ -163,21 +163,25 @@ def test_shared_blocks_are_written_once_and_only_those_in_use(path):
     assert path.stat().st_size < whole - blocks // 2
 
 
-def test_removed_tokens_do_not_leave_with_the_rest(path):
-    """A crop into blocks and exact tokens: the file is that of a cache whose removed slots held something else."""
+@pytest.mark.parametrize(("recipe", "count"), [(SMALL, 5), (SMALL, 27), (PAGES, 5)], ids=["tail", "block", "pages"])
+def test_removed_tokens_do_not_leave_with_the_rest(recipe, count, path):
+    """The file is that of a cache whose removed slots, exact or in blocks, held something else."""
     contents = []
     for poison in (0, 1):
-        _model, cache, _, _ = fed("llama", PAGES, (70,))
-        cache.crop(-5)
+        _, cache, _, _ = fed("llama", recipe)
+        cache.crop(-count)
         for layer in cache._packed():
             store = layer.core.store
-            store.key[:, :, store.rows[0].sinks + store.rows[0].tail :] = 7.0 * poison
-            for side in "kv":
-                last = cache.table.rows[0][-1]
+            for index, (row, entries) in enumerate(zip(store.rows, cache.table.rows, strict=True)):
+                store.key[index, :, row.sinks + row.tail :] = 7.0 * poison
                 for part in ("code", "token"):
-                    store.pool.slabs[0][side][part][last.block, :, last.valid :] += poison
+                    for slab, start in zip(store.pool.slabs, store.pool.starts, strict=True):
+                        if start <= entries[-1].block < start + len(slab["k"][part]):
+                            slab["k"][part][entries[-1].block - start, :, entries[-1].valid :] = poison
         cache.save(path)
         contents.append(path.read_bytes())
+    ragged = store.rows[0].tail != store.rows[1].tail
+    assert ragged if count == 5 and recipe == SMALL else cache.table.rows[0][-1].valid < 16
     assert contents[0] == contents[1]
 
 
