@@ -160,6 +160,23 @@ def test_the_data_is_on_the_disk_before_the_name_changes(path, monkeypatch):
     assert done == ["file", "rename", "folder"]
 
 
+def test_a_folder_that_cannot_be_synced_is_named_and_the_new_file_is_there(path, monkeypatch):
+    put(path)
+    fsync = os.fsync
+    monkeypatch.setattr(files.os, "fsync", lambda fd: full_disk() if stat.S_ISDIR(os.fstat(fd).st_mode) else fsync(fd))
+    with pytest.raises(StateFileError, match="cannot be synced .*: the new file is whole and in its place"):
+        put(path, header={"count": 4})
+    assert Contents(path, KIND).header.integer("count") == 4
+
+
+def test_a_header_that_no_reader_takes_is_not_written(path, monkeypatch):
+    before = put(path)
+    monkeypatch.setattr(files, "_LONGEST_HEAD", 100)
+    with pytest.raises(StateFileError, match="could not be read again; save fewer sequences"):
+        put(path)
+    assert path.read_bytes() == before
+
+
 def test_a_mapped_file_survives_being_replaced(path):
     put(path)
     view = Contents(path, KIND).take("single", (5,), torch.float32)

@@ -35,6 +35,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _NO_DIGEST = "0" * hashlib.sha256().digest_size * 2
 _ALIGNMENT = 64  # bytes; of the first tensor
+_LONGEST_HEAD = 100_000_000  # bytes; safetensors reads no longer ones
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,13 @@ def write(path: str | Path, kind: Kind, header: Mapping[str, Any], tensors: Mapp
     end = 0
     for name in order:
         if tensors[name].dtype not in _NAMES:
-            raise StateFileError(f"tensor '{name}' is {tensors[name].dtype}, which kvslim's files do not hold")
+            raise StateFileError(f"{path}: tensor '{name}' is {tensors[name].dtype}; files hold {', '.join(_DTYPES)}")
         start, end = end, end + tensors[name].nbytes
         index[name] = {"dtype": _NAMES[tensors[name].dtype], "shape": tensors[name].shape, "data_offsets": (start, end)}
     head = json.dumps(index).encode()
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
+    if len(head) > _LONGEST_HEAD:
+        raise StateFileError(f"{path}: a header of {len(head):,} bytes could not be read again; save fewer sequences")
     digest = _digest(metadata)
     with replacing(path) as file:
         file.write(len(head).to_bytes(8, "little") + head)
@@ -149,7 +152,6 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
-        _sync_folder(target.parent)
     except OSError as error:
         raise StateFileError(
             f"{path} cannot be written ({error.strerror or error}); what was there before is untouched. Make room, or "
@@ -157,6 +159,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+    _sync_folder(target.parent)
 
 
 def check_target(path: str | Path) -> Path:
@@ -170,11 +173,17 @@ def check_target(path: str | Path) -> Path:
 def _sync_folder(folder: Path) -> None:
     if os.name == "nt":  # folders cannot be opened there
         return
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StateFileError(
+            f"{folder} cannot be synced ({error.strerror or error}): the new file is whole and in its place, but may "
+            "be lost in a power cut; write it again elsewhere if it must not be"
+        ) from error
 
 
 class Contents:
