@@ -9,6 +9,7 @@ import pytest
 
 from kvslim.codecs.side import SidePacker
 from kvslim.eval.compare import markdown, read_rows
+from kvslim.integrations.transformers import compat
 from kvslim.layout import bits_per_value
 from kvslim.presets import PRESETS
 from kvslim.recipe import Recipe
@@ -82,3 +83,21 @@ def test_links_between_documents_lead_somewhere():
             if not path.exists() or (anchor and anchor not in anchors(path)):
                 lost.append(f"{document.relative_to(ROOT)}: {target}#{anchor}")
     assert not lost
+
+
+def test_every_kind_of_fault_names_tests_that_exist():
+    rows = [line for line in (DOCS / "faults.md").read_text(encoding="utf-8").splitlines() if "tests/" in line]
+    assert len(rows) == 17, "a row for each kind"
+    for line in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", line)
+        assert named, line
+        for file, name in named:
+            assert re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.M), (file, name)
+
+
+def test_the_oldest_transformers_is_the_same_everywhere():
+    project, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "Makefile"))
+    stated = re.search(r"transformers>=([\d.]+)", project)[1]
+    tested = re.search(r"OLDEST_TRANSFORMERS := ([\d.]+)", makefile)[1]
+    assert stated == compat.OLDEST
+    assert tested == f"{stated}.0"

@@ -33,6 +33,7 @@ ORDER = (
     {"policy"},
     {"cache"},
     {"integrations"},
+    {"testing"},
     {"eval"},
     {"bench"},
     {"tune"},

@@ -104,13 +104,64 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FAMILIES = tuple(_CONFIGS)
+# families that stand for a kind of layer or attention of their own; test_layer_kinds.py runs these
+_NO_ROPE = {"no_rope_layers": [1, 0, 1]}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1}
+_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 12, "layer_types": _MIXED, "logit_scale": 1.0}),
+    "smollm3": ("SmolLM3Config", _NO_ROPE),
+    "phi3": ("Phi3Config", {}),
+    "granite": ("GraniteConfig", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "opt": ("OPTConfig", {"ffn_dim": 32, "word_embed_proj_dim": 48}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_NO_ROPE,
+            "attention_chunk_size": 12,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 32,
+            "moe_layers": [],
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        {
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "use_mamba_kernels": False,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "bamba": ("BambaConfig", {"attn_layer_indices": [1], **_MAMBA}),
+    "falcon-h1": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 96}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["full_attention", "sliding_attention"] * 3,
+            "sliding_window": 12,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
+}
 WINDOWED = ("mistral-sliding", "gemma2", "gemma3", "gpt-oss", "gemma3n")
 LINEAR = ("qwen3-next", "lfm2")
 
 
 def config_of(family: str, **changes: Any) -> Any:
     """Fresh configuration of a family."""
-    name, settings = _CONFIGS[family]
+    name, settings = (_CONFIGS | _MORE)[family]
     return getattr(transformers, name)(**{**_COMMON, **settings, **changes})
 
 

@@ -170,9 +170,13 @@ class LayerCache:
         if not self.table.rows:
             self.table.start(rows)
 
+    def packers(self, head_dims: tuple[int, int], dtype: str) -> tuple[SidePacker, SidePacker]:
+        """Build K and V sides for a model's head dims and dtype name; see `build_packers`."""
+        return build_packers(self.recipe, self.layer, head_dims, dtype)
+
     def build(self, kv_heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> LayerStore:
         """Return an empty store for keys and values of these sizes, as the model makes them."""
-        packers = build_packers(self.recipe, self.layer, head_dims, DTYPE_NAMES[dtype])
+        packers = self.packers(head_dims, DTYPE_NAMES[dtype])
         dtypes = [exact_dtype(self.recipe, packer, dtype) for packer in packers]
         return LayerStore(
             packers,
@@ -197,25 +201,37 @@ class LayerCache:
             raise StateError(
                 f"layer {self.layer}: a packed cache does not carry gradients; run under torch.no_grad() or generate()"
             )
+        self._check_place(key, value)
         sizes = _largest(key), _largest(value)
         for name, states, size in zip(("keys", "values"), (key, value), sizes, strict=True):
             if not math.isfinite(size):
                 row, _, token, _ = (~torch.isfinite(states)).nonzero()[0].tolist()
                 raise InputError(
                     f"layer {self.layer}: {name} contain NaN or Inf at position {self.length + token} of sequence "
-                    f"{row}; "
-                    "the cache is as before. Look for overflow in the model (fp16 activations?)"
+                    f"{row}; the cache is as before. Look for overflow in the model (fp16 activations?)"
                 )
+        return sizes
+
+    def _check_place(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Refuse shapes and devices that are not those of what is stored, before any value is read."""
+        if key.device.type == "meta":
+            raise InputError(
+                f"layer {self.layer}: keys are on the meta device, which holds no values; load the model's weights"
+            )
         store = self.store
         if store is None or not store.rows:
-            return sizes
+            return
         want, got = (len(store.rows), *self._shapes(store)), (key.shape[0], *self._shapes_of(key, value))
         if want != got:
+            step = (
+                "move the model back, or start a new cache"
+                if want[:-1] == got[:-1]
+                else "use a new cache for another model or batch"
+            )
             raise InputError(
                 f"layer {self.layer}: (batch, kv_heads, key dim, value dim, device) is {got}, the cache holds {want}; "
-                "use a new cache for another model or batch"
+                f"{step}"
             )
-        return sizes
 
     def _check_range(self, store: LayerStore, given: torch.dtype, sizes: tuple[float, float]) -> None:
         for name, largest, dtype in zip(("keys", "values"), sizes, store.dtypes, strict=True):
@@ -294,10 +310,10 @@ def build_packers(
         SidePacker(side, dim, recipe.block, model_dtype)
         for side, dim in zip(recipe.sides(layer), head_dims, strict=True)
     )
-    for packer in (key, value):
+    for packer, side in zip((key, value), recipe.sides(layer), strict=True):
         if recipe.immediate and not is_token_wise(packer.layout):
             raise RecipeError(
-                f"layer {layer}: '{packer.side}' has block statistics, so tokens cannot be packed one by one; "
+                f"layer {layer}: '{side}' has block statistics, so tokens cannot be packed one by one; "
                 "drop 'immediate' or use a codec with token scales"
             )
     return key, value

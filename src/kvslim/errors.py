@@ -46,6 +46,10 @@ class StateError(KVSlimError, RuntimeError):
     """An operation does not fit the cache's present state; nothing was changed."""
 
 
+class ConformanceError(KVSlimError, AssertionError):
+    """A codec or recipe breaks what every codec or recipe must keep; lists each failed check."""
+
+
 class PackingWarning(UserWarning):
     """A recipe that is known to fail on keys like this model's is in use."""
 

@@ -1,4 +1,7 @@
-"""Codecs: one readable file per code family, reference math only. `CODECS` is the only list to edit."""
+"""Codecs: one readable file per code family, reference math only. `CODECS` is the only list to edit.
+
+A package of its own adds a codec through the entry point group ``kvslim.codecs`` (docs/extending.md).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ CODECS = Registry(
         "kvarn": "kvslim.codecs.kvarn:KVarNCodec",
         "equalize": "kvslim.codecs.equalize:EqualizeCodec",
     },
+    group="kvslim.codecs",
+    base="kvslim.codecs.base:Codec",
 )
 
 

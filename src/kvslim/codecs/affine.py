@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvslim.bitpack import pack
 from kvslim.codecs.base import Codec, check_group, group_of, grouped, token_layout
 from kvslim.codecs.feedback import code_with_feedback, to_columns
-from kvslim.codecs.scales import LARGEST, TINY, asymmetric_range
+from kvslim.codecs.scales import LARGEST, TINY, asymmetric_range, range_error
 from kvslim.errors import RecipeError
 from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
@@ -62,6 +62,11 @@ class AffineCodec(Codec):
     @override
     def needs_queries(self) -> bool:
         return self.feedback
+
+    @property
+    @override
+    def mse_bound(self) -> float:
+        return range_error(2**self.bits - (1 if self.asym else 2))
 
     @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:

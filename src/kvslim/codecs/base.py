@@ -22,6 +22,14 @@ class Codec(ABC):
         """Whether encoding uses the query moment (write-time feedback)."""
         return False
 
+    @property
+    def mse_bound(self) -> float | None:
+        """Mean square error on N(0,1) that it keeps below at any head_dim; None: 32 * 4**-bits, bits per code.
+
+        `kvslim.testing` holds the codec to it. The default is 2.5 bits worse than Shannon's limit.
+        """
+        return None
+
     @abstractmethod
     def layout(self, head_dim: int, block: int) -> PackedLayout:
         """Which parts a block has; raises RecipeError where head_dim and the settings do not fit."""

@@ -22,7 +22,7 @@ from typing_extensions import override
 from kvslim.bitpack import pack
 from kvslim.codecs.base import Codec, token_layout
 from kvslim.codecs.clip import CLIPS, clip_limit, uniform_codes
-from kvslim.codecs.scales import TINY, root, to_fp16, total
+from kvslim.codecs.scales import TINY, range_error, root, to_fp16, total
 from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
 
@@ -52,6 +52,11 @@ class EqualizeCodec(Codec):
     @override
     def earlier_blocks(self) -> int:
         return self.window if self.predict else self.window - 1
+
+    @property
+    @override
+    def mse_bound(self) -> float:
+        return range_error(2**self.bits - 1)
 
     @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:

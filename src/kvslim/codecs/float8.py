@@ -36,6 +36,11 @@ class Float8Codec(Codec):
 
     kind: str = choice("e4m3", "e4m3", "e5m2")
 
+    @property
+    @override
+    def mse_bound(self) -> float:
+        return {"e4m3": 9e-4, "e5m2": 3.5e-3}[self.kind]  # a float spends bits on its range
+
     @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:
         return token_layout(head_dim, block, 8, head_dim, (Part("token", (block, 1), "fp16"),))

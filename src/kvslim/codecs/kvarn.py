@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from kvslim.bitpack import pack
 from kvslim.codecs.base import Codec, token_layout
-from kvslim.codecs.scales import asymmetric_range, to_fp16
+from kvslim.codecs.scales import asymmetric_range, range_error, to_fp16
 from kvslim.layout import PackedLayout, Part
 from kvslim.registry import choice
 
@@ -42,6 +42,11 @@ class KVarNCodec(Codec):
     """
 
     bits: int = choice(4, 1, 2, 3, 4, 5, 6, 7, 8)
+
+    @property
+    @override
+    def mse_bound(self) -> float:
+        return range_error(2**self.bits - 1)
 
     @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:

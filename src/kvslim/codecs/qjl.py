@@ -42,6 +42,11 @@ class QJLCodec(Codec):
     bits: int = choice(4, 2, 3, 4, 5, 6, 7, 8)
     fit: str = choice("plain", "plain", "ls")
 
+    @property
+    @override
+    def mse_bound(self) -> float:
+        return min(0.9, 32 * 4.0**-self.bits)  # pi/2 of what codes of one bit less leave
+
     @override
     def layout(self, head_dim: int, block: int) -> PackedLayout:
         width = packed_width(head_dim, self.bits - 1) + packed_width(head_dim, 1)

@@ -77,12 +77,20 @@ class SidePacker:
     """
 
     def __init__(self, side: Side, head_dim: int, block: int, dtype: str):
-        self.side, self.dtype = side, dtype
-        self.transforms: tuple[Transform, ...] = build_transforms(side)
         codec: Codec = build_codec(side)
         if isinstance(codec, NoneCodec) and not side.codec.args:
             codec = replace(codec, dtype=dtype)
-        self.codec = codec
+        self._join(build_transforms(side), codec, head_dim, block, dtype)
+
+    @classmethod
+    def of(cls, codec: Codec, head_dim: int, block: int, transforms: tuple[Transform, ...] = ()) -> SidePacker:
+        """Join a codec and transforms that no recipe needs to know by name."""
+        packer = cls.__new__(cls)
+        packer._join(transforms, codec, head_dim, block, "fp32")
+        return packer
+
+    def _join(self, transforms: tuple[Transform, ...], codec: Codec, head_dim: int, block: int, dtype: str) -> None:
+        self.transforms, self.codec, self.dtype = transforms, codec, dtype
         self.layout: PackedLayout = codec.layout(head_dim, block)
         self.needs_queries = codec.needs_queries or any(transform.needs_queries for transform in self.transforms)
 

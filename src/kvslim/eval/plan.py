@@ -178,8 +178,8 @@ class _PackedLayer:
         ]
         rotary = int(layer.key_dim * shape.rotary)
         frozen = [
-            _frozen_nbytes(packer.side, dim, heads, recipe.block, rotary if keys else 0)
-            for packer, dim, keys in zip(packers, dims, (True, False), strict=True)
+            _frozen_nbytes(side, dim, heads, recipe.block, rotary if keys else 0)
+            for side, dim, keys in zip(recipe.sides(index), dims, (True, False), strict=True)
         ]
         tables = (shared_table(packer.codec, torch.device("cpu")) for packer in packers)
         return cls(

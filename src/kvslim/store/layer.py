@@ -21,7 +21,7 @@ from kvslim.store.pool import Pool
 from kvslim.store.table import BlockTable, Entry, Placement
 from kvslim.transforms.base import Sample
 
-_BATCH = 16  # blocks encoded at once: bounds the fp32 copy made while a long prompt is sealed
+_BATCH = 8  # blocks encoded at once: bounds the fp32 copies made while a long prompt is sealed
 _SAMPLE = 8192  # tokens that transform parameters are fitted on at most
 
 
@@ -326,13 +326,14 @@ class LayerStore:
 
     def _freeze(self, row: Row, spans: list[_Span]) -> tuple[Frozen, Frozen]:
         moment = None if row.moment is None else row.moment / max(row.queries, 1)
-        samples = [_thin(span.take(0, span.length)).float() for span in spans]
-        self.key_mean_share = max(self.key_mean_share, _mean_share(samples[0]))
         block, tokens = self.block, spans[0].length
         prior = {name: tensor.to(self.device) for name, tensor in self.prior().items()}
         check_fit(prior, self.kv_heads, self.head_dims[0])
-        key = self.packers[0].freeze(Sample(samples[0], moment, block, tokens, prior))
-        value = self.packers[1].freeze(Sample(samples[1], block=block, tokens=tokens))
+        sample = _thin(spans[0].take(0, tokens)).float()  # one side at a time: fp32 copies stand in a prefill's peak
+        self.key_mean_share = max(self.key_mean_share, _mean_share(sample))
+        key = self.packers[0].freeze(Sample(sample, moment, block, tokens, prior))
+        del sample
+        value = self.packers[1].freeze(Sample(_thin(spans[1].take(0, tokens)).float(), block=block, tokens=tokens))
         row.moment, row.queries = None, 0
         return key, value
 
@@ -428,7 +429,7 @@ class _Span:
 
 def _mean_share(keys: torch.Tensor) -> float:
     """|mean| / rms of keys (kv_heads, tokens, head_dim), the largest over heads: 1 where all keys are alike."""
-    rms = keys.square().mean((1, 2)).sqrt()
+    rms = torch.linalg.vector_norm(keys, dim=(1, 2)) / (keys.shape[1] * keys.shape[2]) ** 0.5
     return float((keys.mean(1).square().mean(-1).sqrt() / rms.clamp_min(1e-30)).max())
 
 

@@ -14,6 +14,8 @@ TRANSFORMS = Registry(
         "rotate": "kvslim.transforms.rotate:Rotate",
         "outlier": "kvslim.transforms.outlier:Outlier",
     },
+    group="kvslim.transforms",
+    base="kvslim.transforms.base:Transform",
 )
 
 

@@ -147,12 +147,12 @@ class Chain(Fitted):
 
 def fit_chain(transforms: tuple[Transform, ...], sample: Sample) -> Chain:
     """Fit each transform on what the ones before it leave."""
-    steps = []
+    steps: list[Fitted] = []
     for transform in transforms:
-        step = transform.fit(sample)
-        moment = None if sample.moment is None else map_moment(step, sample.moment)
-        sample = replace(sample, x=step.forward(sample.x), moment=moment)
-        steps.append(step)
+        if steps:  # what the last one leaves is nobody's sample: a copy of it would stand in the peak of a prefill
+            moment = None if sample.moment is None else map_moment(steps[-1], sample.moment)
+            sample = replace(sample, x=steps[-1].forward(sample.x), moment=moment)
+        steps.append(transform.fit(sample))
     return Chain(tuple(steps))
 
 

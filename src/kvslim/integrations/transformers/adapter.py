@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -82,10 +82,10 @@ class PackedLayer(CacheLayerMixin):
         self._whole_cache("reset")
 
     def offload(self) -> None:
-        self._whole_cache("offload")
+        _stays("offload")
 
     def prefetch(self) -> None:
-        self._whole_cache("prefetch")
+        _stays("prefetch")
 
 
 class KVCache(Cache):
@@ -172,6 +172,7 @@ class KVCache(Cache):
 
     # -- what transformers calls
 
+    @compat.uncompiled
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
@@ -182,7 +183,8 @@ class KVCache(Cache):
                 "make a new cache for this model"
             )
         layer = self.layers[layer_idx]
-        if layer_idx in self.step:
+        # a hybrid layer has noted its recurrent state by now; that alone is no second pass
+        if layer_idx in self.step.through or (isinstance(layer, PackedLayer) and layer_idx in self.step):
             self._break_off()
         self._begin()
         if not isinstance(layer, PackedLayer):
@@ -198,11 +200,13 @@ class KVCache(Cache):
         self._note_peak(layer_idx, key_states.nbytes + value_states.nbytes)
         return states
 
+    @compat.uncompiled
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand the convolution state of a linear-attention layer to that layer."""
         self._note_linear(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
+    @compat.uncompiled
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -210,9 +214,15 @@ class KVCache(Cache):
         self._note_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
+    @compat.uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in the cache, padding included; a forward pass counts once every layer is through."""
         return self.step.length if self.step.open and layer_idx == 0 else super().get_seq_length(layer_idx)
+
+    @compat.uncompiled
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of one layer's mask, and where they begin."""
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of every sequence.
@@ -256,6 +266,14 @@ class KVCache(Cache):
         """Keep only the sequences `indices`."""
         rows = indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices
         self._pick(rows.tolist(), "batch_select_indices", indices)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse: packed layers stay where their model is."""
+        _stays("offload")
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse: packed layers stay where their model is."""
+        _stays("prefetch")
 
     def reset(self) -> None:
         """Forget all tokens; recipe and layers stay."""
@@ -453,6 +471,13 @@ class KVCache(Cache):
         for at in {index, previous}:
             self._held[at] = _layer_nbytes(self.layers[at])
         self.peak_nbytes = max(self.peak_nbytes, sum(self._held) + chunk + self.step.nbytes)
+
+
+def _stays(name: str) -> NoReturn:
+    raise StateError(
+        f"{name}() is not supported: packed layers stay on the device of their model; for a smaller cache choose fewer "
+        "bits (`kvslim plan`)"
+    )
 
 
 def _calibration(model: Any, recipe: Recipe, layers: int, given: str | Path | Calibration | None) -> Calibration | None:

@@ -42,6 +42,7 @@ def enable(model: Any) -> Any:
     return model
 
 
+@compat.uncompiled
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -35,7 +35,7 @@ CACHE_ARGUMENT = (
 )
 
 # Model types whose attention takes keys and values apart between cache.update() and the attention function (latent
-# attention that expands a compressed cache, indexers, per-head splits), so packed handles cannot pass through.
+# attention that expands a compressed cache, indexers, per-head splits, images), so packed handles cannot pass through.
 INDEXES_KV = frozenset(
     {
         "axk1",
@@ -47,11 +47,13 @@ INDEXES_KV = frozenset(
         "diffllama",
         "doge",
         "dots3_note",
+        "git",
         "glm4_moe_lite",
         "glm5_next",
         "glm_moe_dsa",
         "hy_v4",
         "hy_v4_vl",
+        "idefics",
         "inkling",
         "jetmoe",
         "kimi_linear",
@@ -60,13 +62,21 @@ INDEXES_KV = frozenset(
         "minimax_m3_vl",
         "mistral4",
         "mistral_large4",
+        "mllama",
+        "mllama_text_model",
         "nemotron_asr_streaming",
         "youtu",
     }
 )
+# Model types whose forward accepts only a cache class of their own.
+OWN_CACHE = frozenset({"minimax"})
 SKIPPED = "skipped on request"  # reason of a layer that the caller left out
 # Layer kinds whose plain full-attention cache can be replaced by a packed one.
 PACKED_KINDS = ("full_attention",)
+
+# torch.compile breaks its graph at what carries this, and says why under fullgraph=True: packed bytes are read by
+# kernels that it cannot see into. The rest of the model is compiled as ever.
+uncompiled = torch.compiler.disable(reason="kvslim reads and writes packed bytes outside compiled graphs")
 
 
 def check_version() -> None:
@@ -99,7 +109,12 @@ def text_config(model_or_config: Any) -> Any:
         if each.model_type in INDEXES_KV:
             raise UnsupportedModelError(
                 f"{each.model_type}: its attention takes cached keys and values apart before the attention function "
-                "(latent or indexed attention), so a packed cache cannot be read there; use transformers' DynamicCache"
+                "(latent or indexed attention, images); it cannot read a packed cache: use transformers' DynamicCache"
+            )
+        if each.model_type in OWN_CACHE:
+            raise UnsupportedModelError(
+                f"{each.model_type}: its forward takes only a cache class of its own, so it cannot be given a packed "
+                "cache; call it without one"
             )
     # `_supports_attention_backend` would be too strict: many hybrids (Qwen3-Next, Jamba) leave it unset
     uses_interface = getattr(model_or_config, "_can_set_attn_implementation", None)
@@ -115,7 +130,7 @@ def text_config(model_or_config: Any) -> Any:
 def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any], str]]:
     """Return (kind, constructor arguments, reason it cannot be packed or '') per layer."""
     kinds, arguments = get_layer_types_and_kwargs(config)
-    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
+    modes = _sharing_modes(config, kinds)
     found = []
     for kind, args, mode in zip(kinds, arguments, modes, strict=True):
         if mode == "store":
@@ -127,6 +142,22 @@ def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any], str]]:
         else:
             reason = ""
         found.append((kind, args, reason))
+    return found
+
+
+def _sharing_modes(config: Any, kinds: list[str]) -> list[str | None]:
+    """Per cached layer, ``store`` where later layers read its keys and values.
+
+    Where a config has no modes (transformers 5.19), it says how many last layers have none of their own; these read
+    those of the last layer of their kind before them, and have no place in the cache.
+    """
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes:
+        return list(modes)
+    found: list[str | None] = [None] * len(kinds)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    for kind in set(config.layer_types[-shared:]) if shared else ():
+        found[len(kinds) - 1 - kinds[::-1].index(kind)] = "store"
     return found
 
 

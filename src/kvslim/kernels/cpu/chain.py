@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvslim.codecs.base import Codec
 from kvslim.codecs.levels import integer_unit
 from kvslim.codecs.qjl import QJLCodec, query_sketch
 from kvslim.codecs.side import Frozen, SidePacker
@@ -76,7 +77,10 @@ def _translated(packer: SidePacker, frozen: Frozen) -> Steps:
             steps.append(_step(kind, tensor, kept, **fields))
     if steps[1:] and any(step.kind == abi.PAGE for step in steps[1:]):
         raise NoNativeFormError("center:kind=page after another transform")
-    if isinstance(packer.codec, QJLCodec):
+    codec = type(packer.codec)
+    if codec is not QJLCodec and (codec.expand_query, codec.reduce_output) != (Codec.expand_query, Codec.reduce_output):
+        raise NoNativeFormError(f"codec {codec.__name__}, which maps queries or outputs")
+    if codec is QJLCodec:
         steps.append(_step(abi.EXPAND, query_sketch(head_dim, "cpu"), kept, width=head_dim))
     unit = 0.0 if frozen.table is None else integer_unit(frozen.table)
     return Steps((abi.Step * max(1, len(steps)))(*steps), tuple(step.kind for step in steps), tuple(kept), unit)
@@ -102,17 +106,17 @@ def _step(kind: int, tensor: torch.Tensor | None, kept: list[torch.Tensor], **fi
 
 def _native(fitted: Fitted, head_dim: int) -> list[tuple[int, torch.Tensor | None, dict[str, Any]]]:
     """Kind, parameters and further fields of each step that `fitted` becomes."""
-    if isinstance(fitted, Balanced):
+    if type(fitted) is Balanced:
         return [(abi.WEIGHT, fitted.weight, {})]
-    if isinstance(fitted, Mean):
+    if type(fitted) is Mean:
         return [(abi.MEAN, fitted.mean, {})]
-    if isinstance(fitted, PageMean):
+    if type(fitted) is PageMean:
         rope = fitted.rope
         more = {"width": head_dim, "size": rope.pairs.shape[1], "pairs": rope.pairs, "frequency": rope.frequency}
         return [(abi.PAGE, fitted.mean, more)]
-    if isinstance(fitted, Permutation):
+    if type(fitted) is Permutation:
         return [(abi.PERMUTE, fitted.order, {})]
-    if isinstance(fitted, Rotation):
+    if type(fitted) is Rotation:
         return _rotation(fitted)
     raise NoNativeFormError(f"transform {type(fitted).__name__}")
 

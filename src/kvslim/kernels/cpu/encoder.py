@@ -24,7 +24,7 @@ _SMALL = 64  # token vectors below which waking another thread costs more than i
 def refusal(packer: SidePacker, frozen: Frozen) -> str:
     """Why a frozen side has no native encoder; empty if it has one."""
     codec = packer.codec
-    if not isinstance(codec, TableCodec):
+    if type(codec) is not TableCodec:  # one derived from it may encode in its own way
         return f"codec {type(codec).__name__}"
     if codec.std or codec.scale != "token":
         return "table codes with " + ("std" if codec.std else f"scale={codec.scale}")
