@@ -619,6 +619,16 @@ def test_report_of_a_full_cache_comes_to_the_formula():
     assert report.to_dict()["layers_packed"] == 3
 
 
+def test_report_names_what_packs_each_side(native_kernels):
+    packed, _ = pair("llama")
+    cache = kvslim.KVCache(packed, "k=rotate/table:4+v=rotate/kvarn:4+block=32+recent=0")
+    assert "packed by" not in str(cache.report()), "nothing was"
+    forward(packed, prompt(1, 100), cache)
+    report = cache.report()
+    assert report.layers[0].encoders == (f"k native {native_kernels.isa}", "v reference (codec KVarNCodec)")
+    assert f"packed by      k native {native_kernels.isa}; v reference (codec KVarNCodec)" in str(report)
+
+
 def test_peak_counts_the_dense_chunk_and_is_reset():
     packed, _ = pair("llama")
     cache = kvslim.KVCache(packed, "kivi4")

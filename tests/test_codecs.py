@@ -11,7 +11,7 @@ from kvslim.codecs.base import Codec
 from kvslim.codecs.decode import decode
 from kvslim.codecs.feedback import metric_factor
 from kvslim.codecs.levels import KINDS, levels
-from kvslim.codecs.microfloat import power_of_two
+from kvslim.codecs.microfloat import MicrofloatCodec, power_of_two
 from kvslim.codecs.scales import root
 from kvslim.errors import RecipeError
 from kvslim.layout import FLOAT8, PackedBlock, bits_per_value, is_token_wise, part_nbytes
@@ -290,7 +290,7 @@ def test_log_levels_are_geometric_and_the_best_such(bits):
 
 def test_microfloat_scale_is_the_published_formula():
     peak = torch.cat((torch.logspace(-6, 6, 997), torch.tensor([0.0, math.inf, math.nan])))
-    byte = power_of_two(peak, 0.156)
+    byte = power_of_two(peak, MicrofloatCodec().peak_factor)
     want = torch.floor(torch.log2(0.156 * peak[:-3].double()) + 0.5).int() + 127
     assert torch.equal(byte[:-3].int(), want)
     assert byte[-3:].tolist() == [0, 0, 0]

@@ -69,6 +69,36 @@ def test_figures_of_presets_are_those_measured(name):
     assert PRESETS[name].figures == "KL " + ", ".join(measured)
 
 
+def gpu_table() -> str:
+    """What docs/gpu.md says of the compiled kernels: registers by vendor, and the main loop where it reads KV elements."""
+    rows = json.loads((DOCS / "results/gpu-compile.json").read_text())["gpu_targets"]
+    lines = [
+        "| kernel | layout | head_dim | targets | registers NVIDIA | AMD | spills | shared KiB | sm_90 | gfx942 | gfx1100 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in dict.fromkeys((row["kernel"], row["layout"], row["head_dim"]) for row in rows):
+        group = {row["target"]: row for row in rows if (row["kernel"], row["layout"], row["head_dim"]) == kind}
+        registers = [
+            [row["registers"] for target, row in group.items() if target.startswith(vendor)]
+            for vendor in ("sm_", "gfx")
+        ]
+        loop = [group.get(target, {}).get("instructions_per_element") for target in ("sm_90", "gfx942", "gfx1100")]
+        cells = (
+            *kind,
+            len(group),
+            *(f"{min(each)}-{max(each)}" for each in registers),
+            sum(row["spills"] for row in group.values()),
+            f"{max(row['shared_bytes'] for row in group.values()) / 1024:.0f}",
+            *("" if figure is None else f"{figure:.1f}" for figure in loop),
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_compiled_kernels_is_that_of_the_file():
+    assert gpu_table() in (DOCS / "gpu.md").read_text(encoding="utf-8")
+
+
 def anchors(document: Path) -> set[str]:
     """Names of a document's headings in links."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)

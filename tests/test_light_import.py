@@ -35,6 +35,10 @@ def test_import_loads_neither_torch_nor_transformers(statement):
     assert heavy == "[]"
 
 
+def test_attention_on_a_cpu_does_not_load_triton():
+    assert run("import kvslim.cache, kvslim.attention.dispatch, sys; print('triton' in sys.modules)") == "False"
+
+
 def test_version_and_names_are_there_without_torch():
     assert run(
         "import kvslim, sys; kvslim.Recipe.parse('kivi4'); print(kvslim.__version__, 'torch' in sys.modules)"

@@ -10,10 +10,7 @@ import torch
 
 from kvslim.bench.layers import Shape, filled_layer
 from kvslim.bench.turns import cpu_seconds
-from kvslim.codecs.side import Frozen, SidePacker
-from kvslim.kernels.cpu import encoder
-from kvslim.kernels.cpu.library import native
-from kvslim.kernels.encode import encode
+from kvslim.kernels.encode import encode, explain
 from kvslim.layout import PackedBlock
 from kvslim.recipe import Recipe
 
@@ -76,7 +73,7 @@ def measure_append(
                 for side, packer, own in zip("kv", store.packers, frozen, strict=True):
                     fast = _call(encode, packer, x, own, starts)
                     slow = _call(lambda packer, *rest: packer.encode(*rest), packer, x, own, starts)
-                    kernel = _kernel(packer, own)
+                    kernel = explain(packer, own, x.device)[0]
                     row = AppendRow(
                         str(shape), recipe.label, side, kernel, count, torch.get_num_threads(), _same(fast(), slow())
                     )
@@ -87,11 +84,6 @@ def measure_append(
 
 def _call(function: Callable[..., PackedBlock], *arguments: Any) -> Callable[[], PackedBlock]:
     return lambda: function(*arguments)
-
-
-def _kernel(packer: SidePacker, frozen: Frozen) -> str:
-    library = native()
-    return "reference" if library is None or encoder.refusal(packer, frozen) else f"native {library.isa}"
 
 
 def _same(one: PackedBlock, other: PackedBlock) -> bool:

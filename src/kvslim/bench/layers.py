@@ -43,28 +43,43 @@ class Shape:
         return shape
 
 
-def filled_layer(recipe: Recipe, shape: Shape, tokens: int, seed: int = 0) -> LayerCache:
-    """Return a layer that holds `tokens` tokens: Gaussian around a mean per channel, as keys are."""
+def filled_layer(
+    recipe: Recipe,
+    shape: Shape,
+    tokens: int,
+    seed: int = 0,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LayerCache:
+    """Return a layer that holds `tokens` tokens: Gaussian around a mean per channel, as keys are.
+
+    The same tokens on every device.
+    """
     generator = torch.Generator().manual_seed(seed)
     layer = LayerCache(recipe, 0, BlockTable(BlockAllocator(), recipe.block))
     spread = 0.5 + torch.rand(shape.kv_heads, 1, shape.head_dim, generator=generator)
     mean = 2 * torch.randn(shape.kv_heads, 1, shape.head_dim, generator=generator)
     for start in range(0, tokens, _CHUNK):
         size = (1, shape.kv_heads, min(_CHUNK, tokens - start), shape.head_dim)
-        layer.append(torch.randn(size, generator=generator) * spread + mean, torch.randn(size, generator=generator))
+        key = torch.randn(size, generator=generator) * spread + mean
+        layer.append(key.to(device, dtype), torch.randn(size, generator=generator).to(device, dtype))
         # queries are read only until parameters are frozen
         count = size[2] if not start else 1
         query = torch.randn(1, shape.heads, count, shape.head_dim, generator=generator)
-        layer.settle(query, None)
+        layer.settle(query.to(device, dtype), None)
     return layer
 
 
-def question(shape: Shape, seed: int = 1) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def question(
+    shape: Shape, seed: int = 1, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Query, and key and value of the token it belongs to."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(1, shape.heads, 1, shape.head_dim, generator=generator)
     size = (1, shape.kv_heads, 1, shape.head_dim)
-    return query, (torch.randn(size, generator=generator), torch.randn(size, generator=generator))
+    key, value = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+    return query.to(device, dtype), (key.to(device, dtype), value.to(device, dtype))
 
 
 def float64_attention(
@@ -78,15 +93,15 @@ def float64_attention(
     value = torch.cat((view.value.double(), chunk[1][0].double()), dim=1)
     scores, values = [q.double() @ key.mT], [value]
     if view.frozen is not None:
-        turned, bias = view.frozen[0].chain.query(q)
+        turned, bias = view.frozen[0].chain.query(q.float())
         turned = store.packers[0].codec.expand_query(turned).double()
-        starts = torch.arange(len(view.entries)) * store.block + view.origin + view.sinks
+        starts = torch.arange(len(view.entries), device=store.device) * store.block + view.origin + view.sinks
         for at in range(0, len(view.entries), _TILE):
             entries, start = view.entries[at : at + _TILE], starts[at : at + _TILE]
             keys, values_ = (_tokens(store, view.frozen, side, entries, start) for side in (0, 1))
             packed = turned @ keys.double().mT
             scores.append(packed if bias is None else packed + bias.double())
-            mass = torch.ones(store.kv_heads, values_.shape[1], 1)
+            mass = torch.ones(store.kv_heads, values_.shape[1], 1, device=store.device)
             summed = store.packers[1].codec.reduce_output(values_)
             values.append(view.frozen[1].chain.output(summed, mass).double())
     weights = torch.softmax(torch.cat(scores, dim=-1) * scaling, dim=-1)

@@ -5,18 +5,43 @@ from __future__ import annotations
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from kvslim.bench.machine import machine
 from kvslim.cli import options
+from kvslim.cli.gpu_targets import compile_for_gpus, print_table, to_json
 from kvslim.errors import InputError
 from kvslim.models import MODELS, model_path
 
 
-def doctor(models_dir: options.ModelsDir = None, as_json: options.AsJson = False) -> None:
-    """Show machine, packages, backends and models; exit code 1 if a required package is missing or too old."""
+def doctor(
+    models_dir: options.ModelsDir = None,
+    compile_gpu: Annotated[
+        bool, typer.Option("--compile-gpu", help="Compile the GPU kernels for every target, without a GPU.")
+    ] = False,
+    targets: Annotated[str, typer.Option("--targets", help="With --compile-gpu: sm_90,gfx1100; by default all.")] = "",
+    kernels: Annotated[str, typer.Option("--kernels", help="With --compile-gpu: attend,append; by default all.")] = "",
+    head_dims: Annotated[str, typer.Option("--head-dims", help="With --compile-gpu: 64,128; by default all.")] = "",
+    layouts: Annotated[str, typer.Option("--layouts", help="With --compile-gpu: slim4,int8; by default all.")] = "",
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="With --compile-gpu: processes that compile.")] = 1,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show machine, packages, backends and models; exit code 1 if a required package is missing or too old.
+
+    With --compile-gpu the GPU kernels are compiled instead, and what each needs is listed; exit code 1 if one does not
+    compile or spills registers.
+    """
+    if compile_gpu:
+        rows = compile_for_gpus(targets=targets, kernels=kernels, head_dims=head_dims, layouts=layouts, processes=jobs)
+        if as_json:
+            typer.echo(json.dumps({"triton": _installed("triton"), "gpu_targets": to_json(rows)}, ensure_ascii=False))
+        else:
+            print_table(rows)
+        raise typer.Exit(1 if any(row.failed for row in rows) else 0)
+    if targets or kernels or head_dims or layouts:
+        raise InputError("--targets, --kernels, --head-dims and --layouts choose what --compile-gpu compiles; add it")
     found = diagnose(models_dir)
     if as_json:
         typer.echo(json.dumps(found, ensure_ascii=False))
@@ -75,15 +100,10 @@ def _installed(name: str) -> str | None:
 def _backends() -> list[dict[str, Any]]:
     """What can read packed bytes here; first the reference, which defines what is correct."""
     gpus, why_not = _gpus()
-    triton = _installed("triton")
     return [
         {"name": "reference", "available": True, "note": "torch, any device"},
         _native(),
-        {
-            "name": "triton",
-            "available": False,
-            "note": f"kernels are not built yet; triton {triton or 'is not installed'}",
-        },
+        _triton(len(gpus)),
         {"name": "cuda", "available": bool(gpus), "note": ", ".join(gpus) or why_not},
     ]
 
@@ -99,6 +119,26 @@ def _native() -> dict[str, Any]:
     origin = "built at installation" if library.path.parent == PACKAGED else "built at first use, in the user's cache"
     note = f"CPU kernels for {library.isa}, {origin}, {library.threads} threads; compiler: {compiler() or 'none'}"
     return {"name": "native", "available": True, "note": note, "isa": library.isa}
+
+
+def _triton(gpus: int) -> dict[str, Any]:
+    """Name the GPU kernels: what each GPU here is to them, or why they do not run."""
+    version = _installed("triton")
+    if version is None:
+        note = "triton is not installed: pip install 'kvslim[triton]'"
+        return {"name": "triton", "available": False, "note": note}
+    if not gpus:
+        note = f"triton {version}, but no GPU; `kvslim doctor --compile-gpu` compiles the kernels all the same"
+        return {"name": "triton", "available": False, "note": note}
+    import torch
+
+    from kvslim.kernels.triton.device import device_target
+    from kvslim.kernels.triton.targets import Target
+
+    targets = [device_target(torch.device("cuda", index)) for index in range(gpus)]
+    served = [target for target in targets if isinstance(target, Target)]
+    notes = [target if isinstance(target, str) else f"kernels of {target.name}" for target in targets]
+    return {"name": "triton", "available": bool(served), "note": f"triton {version}: {', '.join(notes)}"}
 
 
 def _gpus() -> tuple[list[str], str]:

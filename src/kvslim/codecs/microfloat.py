@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from kvslim.bitpack import pack
 from kvslim.codecs.base import Codec, check_group, grouped, nearest, token_layout
+from kvslim.codecs.scales import total
 from kvslim.errors import RecipeError
 from kvslim.layout import FLOAT8, PackedLayout, Part
 from kvslim.registry import choice
@@ -71,11 +72,18 @@ class MicrofloatCodec(Codec):
         positive = torch.tensor(_MAGNITUDES, dtype=torch.float32)
         return torch.cat((positive, -positive))
 
+    @property
+    def peak_factor(self) -> float:
+        """What a group's largest magnitude is taken times before its exponent (e8m0), or a block's over (e4m3)."""
+        if self.scale == "e8m0":
+            return self.c * _SQRT2  # floor(log2(v) + 0.5) = floor(log2(v * sqrt 2)), the exponent of v * sqrt 2
+        return 6 * (_E4M3_HALF if self.fourorsix else _E4M3_MAX)
+
     @override
     def encode(self, x: torch.Tensor, feedback: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         values = grouped(x, self.group or _GROUP[self.scale])
         if self.scale == "e8m0":
-            token = power_of_two(values.abs().amax(-1, keepdim=True), self.c)
+            token = power_of_two(values.abs().amax(-1, keepdim=True), self.peak_factor)
             codes, _ = _coded(values, token.view(FLOAT8["e8m0"]).float(), token > 0)
             return {"code": pack(codes.flatten(-2), 4), "token": token.squeeze(-1)}
         block = self._block_scale(values)
@@ -85,7 +93,7 @@ class MicrofloatCodec(Codec):
     def _block_scale(self, values: torch.Tensor) -> torch.Tensor:
         """Fp32 scale that puts the block's largest group scale near the top of E4M3; ``[B, G, 1, 1]``."""
         peak = torch.nan_to_num(values.abs(), nan=0.0, posinf=0.0).amax((-3, -2, -1))
-        block = peak / (6 * (_E4M3_HALF if self.fourorsix else _E4M3_MAX))
+        block = peak / self.peak_factor
         return torch.where(block > 0, block, torch.ones_like(block))[..., None, None].clamp_min(2.0**-120)
 
     def _best(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,9 +114,9 @@ def _topped(values: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tenso
     return codes, token.view(torch.uint8), error
 
 
-def power_of_two(peak: torch.Tensor, c: float) -> torch.Tensor:
-    """E8M0 byte of 2^floor(log2(c * peak) + 0.5), without a logarithm; 0 where `peak` is 0 or not finite."""
-    scaled = peak * (c * _SQRT2)  # floor(log2(v) + 0.5) = floor(log2(v * sqrt 2)), the exponent of v * sqrt 2
+def power_of_two(peak: torch.Tensor, factor: float) -> torch.Tensor:
+    """E8M0 byte of 2^floor(log2(factor * peak)), without a logarithm; 0 where `peak` is 0 or not finite."""
+    scaled = peak * factor
     _, exponent = torch.frexp(scaled)  # mantissa in [0.5, 1)
     byte = (exponent - 1 + 127).clamp(0, 254)
     valid = peak.isfinite() & (scaled > 0)
@@ -120,5 +128,5 @@ def _coded(values: torch.Tensor, scale: torch.Tensor, valid: torch.Tensor) -> tu
     z = torch.where(valid, values / torch.where(valid, scale, torch.ones_like(scale)), torch.zeros_like(values))
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=values.device)
     codes = nearest(z.abs(), magnitudes)
-    error = ((magnitudes[codes.int()] - z.abs()) * scale).square().sum(-1, keepdim=True)
+    error = total(((magnitudes[codes.int()] - z.abs()) * scale).square())
     return codes + (z < 0).to(torch.uint8) * 8, error

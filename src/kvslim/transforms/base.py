@@ -87,6 +87,10 @@ class Fitted(ABC):
         """Return the mean that `forward` removed from blocks at `starts`, ``(blocks, kv_heads, head_dim)``, or None."""
         return None
 
+    def offset_scores(self, q: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
+        """``q.offset(starts)`` of queries as `query` takes them, ``(kv_heads, rows, blocks)``, or None."""
+        return None
+
 
 class Transform(ABC):
     """Settings of a transform, a frozen dataclass. `fit` turns them into a `Fitted`."""
@@ -142,6 +146,15 @@ class Chain(Fitted):
             own = step.offset(starts)
             if own is not None:
                 total = own if total is None else total + own
+        return total
+
+    def offset_scores(self, q: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
+        total = None
+        for step in self.steps:
+            own = step.offset_scores(q, starts)
+            if own is not None:
+                total = own if total is None else total + own
+            q, _ = step.query(q)
         return total
 
 

@@ -106,3 +106,6 @@ class PageMean(Fitted):
 
     def offset(self, starts: torch.Tensor) -> torch.Tensor:
         return self.rope.mean_turn(self.mean, starts, self.page)
+
+    def offset_scores(self, q: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return self.rope.mean_scores(q, self.mean, starts, self.page)

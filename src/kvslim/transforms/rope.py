@@ -54,6 +54,33 @@ class Rope:
         Tensor of shape (pages, kv_heads, head_dim)
             Per pair: R at the page's midpoint, times sin(n f / 2) / (n sin(f / 2)).
         """
+        middle = starts.double() + (tokens - 1) / 2
+        return self.turn(self._shrunk(mean, tokens)[:, None], middle).transpose(0, 1)
+
+    def mean_scores(self, q: torch.Tensor, mean: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Products of queries with `mean_turn`, without the turned means: two numbers per pair and page.
+
+        Parameters
+        ----------
+        q : Tensor of shape (kv_heads, rows, head_dim)
+        mean, starts, tokens
+            As `mean_turn` takes them.
+
+        Returns
+        -------
+        Tensor of shape (kv_heads, rows, pages)
+        """
+        mean = self._shrunk(mean, tokens)[:, None]
+        angle = (starts.double() + (tokens - 1) / 2) * self.frequency.to(starts.device)[:, None]
+        q1, q2 = q[..., self.pairs[0]], q[..., self.pairs[1]]
+        m1, m2 = mean[..., self.pairs[0]], mean[..., self.pairs[1]]
+        still = torch.ones(q.shape[-1], dtype=torch.bool, device=q.device)
+        still[self.pairs.flatten()] = False
+        turning = (q1 * m1 + q2 * m2) @ angle.cos().to(q.dtype) + (q2 * m1 - q1 * m2) @ angle.sin().to(q.dtype)
+        return turning + (q * mean)[..., still].sum(-1, keepdim=True)
+
+    def _shrunk(self, mean: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Each pair of `mean` times the length that the mean of its turns over so many positions has."""
         half = self.frequency / 2
         shrink = torch.where(
             half.sin().abs() < 1e-12, torch.ones_like(half), (tokens * half).sin() / (tokens * half.sin())
@@ -61,8 +88,7 @@ class Rope:
         shrunk = mean.clone()
         for side in self.pairs:
             shrunk[..., side] *= shrink.to(mean)
-        middle = starts.double() + (tokens - 1) / 2
-        return self.turn(shrunk[:, None], middle).transpose(0, 1)
+        return shrunk
 
 
 def find_rope(keys: torch.Tensor, by_one: torch.Tensor, by_many: torch.Tensor, many: int) -> Rope | None:

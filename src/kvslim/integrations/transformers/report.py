@@ -10,8 +10,10 @@ import torch
 
 from kvslim.attention.dispatch import explain
 from kvslim.cache import LayerCache
+from kvslim.kernels import encode
 from kvslim.layout import bits_per_value
 from kvslim.recipe import Recipe
+from kvslim.store.layer import LayerStore
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class LayerReport:
         Bytes that the layout takes for them.
     kernel, kernel_reason : str
         What reads a packed layer, and why it is that.
+    encoders : tuple of str
+        What packs its keys and its values, with the reason where that is the reference; empty before the first seal.
     """
 
     layer: int
@@ -42,6 +46,7 @@ class LayerReport:
     nbytes_blocks: float = 0.0
     kernel: str = ""
     kernel_reason: str = ""
+    encoders: tuple[str, ...] = ()
 
     @classmethod
     def of_packed(cls, index: int, core: LayerCache) -> LayerReport:
@@ -58,7 +63,7 @@ class LayerReport:
             for packer, dim in zip(store.packers, store.head_dims, strict=True)
         )
         tokens = sum(row.tokens for row in store.rows)
-        return cls(index, True, sides, tokens * width, packed * width, nbytes, *explain(store))
+        return cls(index, True, sides, tokens * width, packed * width, nbytes, *explain(store), _encoders(store))
 
     @classmethod
     def of_dense(cls, index: int, layer: Any, reason: str) -> LayerReport:
@@ -138,6 +143,9 @@ class Report:
             f"peak           {_size(self.peak_nbytes)}",
             f"kernel         {self.kernel}" + (f" ({self.kernel_reason})" if self.kernel_reason else ""),
         ]
+        encoders = dict.fromkeys(text for layer in self.layers for text in layer.encoders)
+        if encoders:
+            lines.append(f"packed by      {'; '.join(encoders)}")
         if self.calibration_nbytes:
             lines.append(f"calibration    {_size(self.calibration_nbytes)} more, once per model, for all its caches")
         reasons: dict[str, list[int]] = {}
@@ -146,6 +154,17 @@ class Report:
                 reasons.setdefault(layer.reason, []).append(layer.layer)
         lines += [f"not packed     {_ranges(numbers)}: {reason}" for reason, numbers in reasons.items()]
         return "\n".join(lines)
+
+
+def _encoders(store: LayerStore) -> tuple[str, ...]:
+    frozen = next((row.frozen for row in store.rows if row.frozen is not None), None)
+    if frozen is None:
+        return ()
+    found = []
+    for letter, packer, own in zip("kv", store.packers, frozen, strict=True):
+        name, reason = encode.explain(packer, own, store.device)
+        found.append(f"{letter} {name}" + (f" ({reason})" if reason else ""))
+    return tuple(found)
 
 
 def bits_held(layers: Iterable[LayerReport], nbytes: int) -> dict[str, Any]:
