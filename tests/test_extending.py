@@ -94,6 +94,8 @@ class Double(Transform):
     by: int = 2
     def fit(self, sample):
         return Doubled(self.by)
+    def restore(self, saved):
+        return Doubled(self.by)
 
 class Doubled(Fitted):
     def __init__(self, by):
@@ -111,6 +113,13 @@ def test_a_transform_of_another_package(install):
     install("doubling", {"kvslim.transforms": {"double": "doubling:Double"}}, doubling=TRANSFORM)
     assert "double" in TRANSFORMS and "double" not in CODECS
     check_recipe("k=double/affine:4+v=double:by=4/rotate/affine:4")
+
+
+def test_a_transform_that_lacks_a_method_is_named_with_it(install):
+    text = TRANSFORM.replace("def restore", "def restored").replace("Double", "Doubler")
+    install("unfinished", {"kvslim.transforms": {"doubler": "unfinished:Doubler"}}, unfinished=text)
+    with pytest.raises(RecipeError, match="'doubler' cannot be made.*restore"):
+        check_recipe("k=doubler/affine:4+v=none")
 
 
 def test_a_package_that_does_not_import_is_an_error_only_where_it_is_asked_for(install):

@@ -9,7 +9,7 @@ USE = """
 from kvslim.integrations.transformers.compat import CACHE_ARGUMENT
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers import AutoModelForCausalLM, LlamaConfig
-config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=None)
 model = AutoModelForCausalLM.from_config(config, attn_implementation="kvslim")
 assert model.config._attn_implementation == "kvslim"
 ids = torch.arange(20)[None]

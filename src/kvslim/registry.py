@@ -124,8 +124,10 @@ def instantiate(cls: Any, name: str, args: tuple[str, ...]) -> Any:
         values[key] = _read(name, fields[key], text)
     try:
         return cls(**values)
-    except TypeError as error:  # a required field is missing
+    except TypeError as error:
         missing = [key for key, field in fields.items() if key not in values and field.default is dataclasses.MISSING]
+        if not missing:  # a class of another package that lacks a method, say
+            raise RecipeError(f"'{name}' cannot be made: {error}; mend {cls.__module__}") from error
         raise RecipeError(f"'{name}' needs {', '.join(missing)}, for example '{name}:4'") from error
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +15,15 @@ from kvslim.attention.reference import Score
 from kvslim.cache import LayerCache
 from kvslim.codecs.decode import decode
 from kvslim.errors import InputError
+from kvslim.files import Contents, Kind, write
 from kvslim.layout import TOKEN_PARTS
 from kvslim.store.layer import LayerStore
+from kvslim.store.state import describe, restore
 from kvslim.testing.suite import normal, unequal
 
 _HEADS, _GROUP = 2, 2
 _CLOSE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of outputs around 1, by their rounding
+_FILE = Kind("kvslim-conformance", 1, "conformance file", "run the check again")
 Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -239,4 +245,28 @@ def _operations(subject: Subject) -> Iterator[str]:
         yield from (f"{name} of the parent changed" for name in unequal(before, state(cache))[:3])
 
 
-CHECKS = (_borders, _dtypes, _chunking, _not_finite, _odd_values, _operations)
+def _files(subject: Subject) -> Iterator[str]:
+    """A layer that was written to a file and read again is the same, and goes on alike."""
+    _, sizes = lengths(subject)
+    cache, other = subject.cache(), subject.cache()
+    states = chunk(subject.head_dim, 2 * sizes[-1], 71)
+    feed(cache, states, [sizes[-1]])
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "layer.safetensors"
+        write(path, _FILE, *describe(cache.table, {0: store_of(cache)}))
+        contents = Contents(path, _FILE)
+        stores = restore(contents.header, contents, other.table, partial(_empty, other), mapped=False)
+        contents.finish()
+    other.store = stores[0]
+    yield from (f"{name} is another" for name in unequal(state(cache), state(other))[:3])
+    later: Chunk = tuple(each[:, :, sizes[-1] :] for each in states)  # type: ignore[assignment]
+    for each in (cache, other):
+        feed(each, later, [sizes[-1]])
+    yield from (f"{name} is another some tokens later" for name in unequal(state(cache), state(other))[:3])
+
+
+def _empty(cache: LayerCache, _layer: int, kv_heads: int, head_dims: tuple[int, int], dtype: torch.dtype) -> LayerStore:
+    return cache.build(kv_heads, head_dims, dtype, torch.device("cpu"))
+
+
+CHECKS = (_borders, _dtypes, _chunking, _not_finite, _odd_values, _operations, _files)
