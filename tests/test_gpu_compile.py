@@ -15,7 +15,7 @@ from kvslim.kernels.triton.targets import TARGETS
 pytest.importorskip("triton")
 
 # instructions of the attention's main loop per KV element
-CEILINGS = {("sm_90", "int4"): 7.0, ("sm_90", "slim4"): 10.0, ("gfx1100", "int4"): 18.5, ("gfx1100", "slim4"): 31.0}
+CEILINGS = {("sm_90", "int4"): 7.0, ("sm_90", "slim4"): 10.0, ("gfx1100", "int4"): 20.5, ("gfx1100", "slim4"): 33.0}
 VECTOR_ADD = "\tv_add_f32_e32 v1, v1, v2\n"
 ADD = "        /*0020*/                   FADD R1, R1, R2 ;\n"
 SASS = f"""
@@ -63,7 +63,8 @@ def cache(tmp_path_factory):
 def rows(cache) -> list[dict]:
     """What CI compiles: attention on a table's and on uniform codes, and their encoders, on all targets."""
     code, found, errors = doctor("--layouts", "slim4,int4,slim4 v", "--head-dims", "128", "--jobs", "2", cache=cache)
-    assert code == 0, errors
+    assert found, errors
+    assert code == 0
     return found
 
 
@@ -72,7 +73,8 @@ def test_all_targets_compile_without_spills(rows):
     assert {(row["target"], row["kernel"], row["layout"]) for row in rows} == {
         (t, *kind) for t in TARGETS for kind in kinds
     }
-    assert [row for row in rows if row["spills"] or "error" in row] == []
+    assert [row for row in rows if "error" in row] == []
+    assert [row for row in rows if row["spills"]] == []
     assert all(0 < row["registers"] <= 512 for row in rows)
     assert all(row["shared_bytes"] <= TARGETS[row["target"]].shared_bytes for row in rows)
 

@@ -135,6 +135,7 @@ def encoded(recipe: Any, shape: Any, device: Any) -> list[dict[str, Any]]:
 
     layer = filled_layer(recipe, shape, 2 * recipe.block + recipe.sinks + recipe.recent, device=device)
     store, rows = layer.store, []
+    sides = dict(zip("kv", recipe.sides(0), strict=True))
     for letter, packer, frozen in zip("kv", store.packers, store.rows[0].frozen, strict=True):
         row = {"check": "append", "recipe": str(recipe), "side": letter, "shape": str(shape)}
         refused = encoder.refusal(packer, frozen)
@@ -149,7 +150,7 @@ def encoded(recipe: Any, shape: Any, device: Any) -> list[dict[str, Any]]:
             float((want.parts[name].view(torch.uint8) != got.parts[name].view(torch.uint8)).float().mean())
             for name in want.parts
         )
-        bound = CODES_BOUND if "orthogonal" in str(packer.side) else 0.0
+        bound = CODES_BOUND if "orthogonal" in str(sides[letter]) else 0.0
         rows.append({**row, "holds": differing <= bound, "share_of_bytes_differing": differing, "bound": bound})
     return rows
 

@@ -87,6 +87,7 @@ def _attend(target: Target, head_dim: int, layout: str, key: SideForm, value: Si
         constexprs=constants,
         warps=own.warps,
         stages=own.stages,
+        registers=FAMILIES[target.family].registers,
         loop_elements=own.tokens * (key.width + value.width),
         multiples=_STRIDES,
     )

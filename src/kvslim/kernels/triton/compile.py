@@ -177,6 +177,8 @@ def _figures(variant: Variant, target: Target) -> Figures:
         },
     )
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": variant.fusion}
+    if variant.registers:
+        options["maxnreg"] = variant.registers
     place = GPUTarget(target.backend, target.arch, target.warp_size)
     # triton would keep half a megabyte per compilation; a row is all that is wanted
     with TemporaryDirectory() as folder, triton.knobs.cache.scope():

@@ -53,6 +53,9 @@ class Family:
         Fewest packed tokens worth a program of their own.
     waves : int
         Programs per multiprocessor that hide each other's loads.
+    registers : int
+        Of a thread at most, an option of the compiler; 0 leaves it to that. NVIDIA's assembler else stores a value or
+        two to memory so that one more program fits beside the others (sm_120: slim4, slim4p and turbo4).
     """
 
     decode: dict[int, Config]
@@ -62,6 +65,7 @@ class Family:
     widest: int = 1024
     share: int = 256
     waves: int = 4
+    registers: int = 0
 
 
 _NVIDIA = Family(
@@ -80,6 +84,7 @@ _NVIDIA = Family(
         1024: Config(16, 16, 16, 8, 1),
     },
     lookup="gather",
+    registers=255,
 )
 _CDNA = Family(
     decode={

@@ -193,6 +193,8 @@ class Reader:
         sums = query.new_empty(batch, self.kv_heads, count, shares + exact_shares, width, dtype=torch.float32)
         state = query.new_empty(batch, self.kv_heads, count, shares + exact_shares, 2, dtype=torch.float32)
         kind, seen, strides = _mask_arguments(mask, query)
+        registers = FAMILIES[self.family].registers
+        compiler = {"maxnreg": registers} if registers else {}
         attend_shares[tiles * (shares + exact_shares), self.kv_heads, batch](
             *packed, self._addresses, rows.blocks, *self._tables, query, *stored, *chunk, rows.counts, seen, rows.holes,
             sums, state, count, first_query, chunk[0].shape[2], length, rows.blocks.shape[1], rows.holes.shape[1],
@@ -205,7 +207,7 @@ class Reader:
             VALUE_LANES=lanes[1], MASK_KIND=kind, CAUSAL=causal and mask is None, SOFTCAP=softcap is not None,
             PAGES=queries is not None and queries.pages is not None, LOOKUP=FAMILIES[self.family].lookup,
             RELOAD=own.reload,
-            num_warps=own.warps, num_stages=own.stages,
+            num_warps=own.warps, num_stages=own.stages, **compiler,
         )  # fmt: skip
         return self._merge(sums, state, sinks, shares, exact_shares, group)
 

@@ -27,6 +27,8 @@ class Variant:
     constexprs : dict of str to object
     warps, stages : int
         ``num_warps`` and ``num_stages`` of the compilation.
+    registers : int
+        ``maxnreg``; 0 leaves it to the compiler.
     loop_elements : int
         KV elements that one pass of the main loop reads or writes, all threads of a program together; 0 if it has none.
     multiples : tuple of str
@@ -43,6 +45,7 @@ class Variant:
     constexprs: dict[str, object]
     warps: int
     stages: int
+    registers: int = 0
     loop_elements: int = 0
     multiples: tuple[str, ...] = ()
     fusion: bool = True
