@@ -86,13 +86,13 @@ class Child:
         self.mask = self.mask[order]
 
     def break_off(self) -> None:
-        """A pass that only its first packed layer sees; recurrent states could not be set back after it."""
-        if any(compat.is_linear(layer) for layer in self.cache.layers):
+        """A pass that ends in its first layer, a packed one: after any other the next pass is refused, to begin again."""
+        core = getattr(self.cache.layers[0], "core", None)
+        if core is None or any(compat.is_linear(layer) for layer in self.cache.layers):
             return
-        at = next(at for at, layer in enumerate(self.cache.layers) if hasattr(layer, "core"))
-        store = self.cache.layers[at].core.store
-        if store is not None and store.rows:
-            self.cache.update(*(torch.ones(len(store.rows), store.kv_heads, 3, dim) for dim in store.head_dims), at)
+        if core.store is not None and core.store.rows:
+            sizes = ((len(core.store.rows), core.store.kv_heads, 3, dim) for dim in core.store.head_dims)
+            self.cache.update(*(torch.ones(size) for size in sizes), 0)
 
 
 KINDS = ["feed", "feed", "crop", "pick", "fork", "fork parent", "reset", "save", "load", "die", "break off"]
