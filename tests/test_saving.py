@@ -15,6 +15,7 @@ import kvslim
 from kvslim import calibration, files
 from kvslim.calibration import Calibration
 from kvslim.codecs.float8 import Float8Codec
+from kvslim.codecs.side import shared_table
 from kvslim.errors import InputError, KVSlimError, RecipeError, StateError, StateFileError
 from kvslim.integrations.transformers import calibrate, fingerprint, saving
 from kvslim.integrations.transformers.report import storage_nbytes
@@ -390,7 +391,14 @@ def test_a_full_disk_leaves_the_old_cache_file(path, monkeypatch):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_code_levels_of_another_machine_are_kept_and_other_levels_refused(path, monkeypatch):
+@pytest.fixture
+def own_tables():
+    """Code levels changed by a test do not stay for the next one."""
+    yield
+    shared_table.cache_clear()
+
+
+def test_code_levels_of_another_machine_are_kept_and_other_levels_refused(path, own_tables, monkeypatch):
     """Levels found by iteration may differ in the last bit between machines; these codes stand for the file's."""
     model, cache, _, _ = fed("llama", "fp8+block=8")
     cache.save(path)
@@ -405,8 +413,6 @@ def test_code_levels_of_another_machine_are_kept_and_other_levels_refused(path, 
 
 
 def fresh_tables(original):
-    from kvslim.codecs.side import shared_table
-
     def init(self, *arguments):
         shared_table.cache_clear()
         original(self, *arguments)
