@@ -35,7 +35,8 @@ def test_kl_equals_float64_where_float32_normalizers_do_not():
     exact = _textbook(logits.double().log_softmax(-1), other.double().log_softmax(-1))
     base, run = measures.log_probs(logits), measures.log_probs(other)
     ours = (measures.token_kl(base, run) - exact).abs().max()
-    assert ours < 1e-8 < (_textbook(base, run) - exact).abs().max()
+    # 1.07e-8 on an AVX2 processor, whose vectors add up 100,000 terms in another order; the textbook's way errs 3.5e-7
+    assert ours < 2e-8 < (_textbook(base, run) - exact).abs().max() / 10
 
 
 def _textbook(base: torch.Tensor, run: torch.Tensor) -> torch.Tensor:
