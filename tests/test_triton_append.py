@@ -1,16 +1,20 @@
 """The append kernel under triton's interpreter: the reference's bytes, for every form that a preset has."""
 
+import copy
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 
+from kvslim.codecs import build_codec
 from kvslim.codecs.decode import decode
 from kvslim.codecs.side import Frozen, SidePacker
 from kvslim.kernels import encode as encoding
 from kvslim.kernels.triton.device import target_called
 from kvslim.layout import PackedBlock
 from kvslim.presets import PRESETS
-from kvslim.recipe import Recipe
-from kvslim.transforms.base import Sample
+from kvslim.recipe import Recipe, Side
+from kvslim.transforms.base import Chain, Sample
 
 pytest.importorskip("triton")
 from kvslim.kernels.triton import append_variants, encoder
@@ -177,6 +181,26 @@ REFUSED = {
 def test_what_is_not_covered_is_refused_by_name(recipe, letter):
     packer, frozen = frozen_side(recipe, letter, 96)
     assert encoder.refusal(packer, frozen) == REFUSED[recipe, letter]
+
+
+@pytest.mark.parametrize("text", ["affine:4", "table:4", "fp4", "float8"])
+def test_a_codec_derived_from_a_known_one_is_refused(text):
+    """It may encode in its own way, which the kernel cannot know."""
+    codec = build_codec(Side.parse(text))
+    derived = type("Derived", (type(codec),), {})(**asdict(codec))
+    for one, refused in ((codec, ""), (derived, "codec derived")):
+        packer = SidePacker.of(one, 64, 32)
+        assert encoder.refusal(packer, Frozen(Chain(()), one.table())) == refused
+
+
+@pytest.mark.parametrize("recipe", ["balance/table:4", "center/table:4", "rotate/table:4"])
+def test_a_transform_derived_from_a_known_one_is_refused(recipe):
+    packer, frozen = frozen_side(f"k={recipe}+v=none", "k", 64)
+    (known,) = frozen.chain.steps
+    derived = copy.copy(known)
+    derived.__class__ = type("Derived", (type(known),), {})
+    assert not encoder.refusal(packer, frozen)
+    assert encoder.refusal(packer, replace(frozen, chain=Chain((derived,)))) == "transform Derived"
 
 
 def test_every_preset_is_covered_or_refused():

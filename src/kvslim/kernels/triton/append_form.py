@@ -84,34 +84,34 @@ def append_form(packer: SidePacker, frozen: Frozen) -> AppendForm:
 
 
 def _steps(fitted: Fitted) -> tuple[str, ...]:
-    if isinstance(fitted, Balanced):
+    if type(fitted) is Balanced:  # what is derived from one may transform in its own way
         return ("weight",)
-    if isinstance(fitted, Mean):
+    if type(fitted) is Mean:
         return ("mean",)
-    if isinstance(fitted, PageMean):
+    if type(fitted) is PageMean:
         return ("page",)
-    if isinstance(fitted, Rotation) and fitted.settings.kind == "orthogonal":
+    if type(fitted) is Rotation and fitted.settings.kind == "orthogonal":
         return ("matrix",)
-    if isinstance(fitted, Rotation) and not fitted.settings.parts:
+    if type(fitted) is Rotation and not fitted.settings.parts:
         return ("weight", "hadamard") if fitted.settings.signs else ("hadamard",)
-    raise NoAppendFormError(f"transform {type(fitted).__name__}" + (" by parts" * isinstance(fitted, Rotation)))
+    raise NoAppendFormError(f"transform {type(fitted).__name__}" + (" by parts" * (type(fitted) is Rotation)))
 
 
 def _form(packer: SidePacker, d: int, steps: tuple[str, ...], has_metric: bool) -> AppendForm:
     codec, unit = packer.codec, unit_of(d)
-    if isinstance(codec, TableCodec) and not codec.std:
+    if type(codec) is TableCodec and not codec.std:
         kind, width = "range" if codec.kind == "nf" else "rms", group_of(codec.scale, d)
         feedback, mean = codec.feedback and has_metric, packer.layout.block if codec.mean else 0
         return AppendForm(steps, "table", codec.bits, "group", codec.fit, kind, d, width, unit, feedback, mean)
-    if isinstance(codec, AffineCodec) and not codec.feedback:
+    if type(codec) is AffineCodec and not codec.feedback:
         over = codec.scale if codec.scale in ("block", "channel") else "group"
         kind = "asym" if codec.asym else "sym"
         return AppendForm(steps, "affine", codec.bits, over, "plain", kind, d, group_of(codec.scale, d), unit)
-    if isinstance(codec, MicrofloatCodec):
+    if type(codec) is MicrofloatCodec:
         kind = "fourorsix" if codec.fourorsix else codec.scale
         over = "group" if codec.scale == "e8m0" else "block"
         return AppendForm(steps, "e2m1", 4, over, "plain", kind, d, codec.layout(d, 1).segments[0].group, unit)
-    if isinstance(codec, Float8Codec) and codec.kind == "e4m3":
+    if type(codec) is Float8Codec and codec.kind == "e4m3":
         return AppendForm(steps, "e4m3", 8, "group", "plain", "sym", d, d, unit)
     name = type(codec).__name__.removesuffix("Codec").lower()
     lacking = [word for word in ("std", "feedback") if getattr(codec, word, False)]
