@@ -11,14 +11,13 @@ from kvslim.codecs.side import SidePacker
 from kvslim.errors import RecipeError
 from kvslim.kernels.triton.append import append
 from kvslim.kernels.triton.append_form import AppendForm, NoAppendFormError, append_form
-from kvslim.kernels.triton.encoder import STAGES, WARPS, constants
+from kvslim.kernels.triton.encoder import COMPILER, constants
 from kvslim.kernels.triton.targets import Target
-from kvslim.kernels.triton.variant import Variant
+from kvslim.kernels.triton.variant import HEAD_DIMS, Variant
 from kvslim.presets import PRESETS
 from kvslim.recipe import Recipe, Side
 from kvslim.transforms.base import Sample
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 _POINTERS = {
     "X": "*bf16",
     "CODE": "*u8",
@@ -46,9 +45,7 @@ def variants(target: Target) -> Iterator[Variant]:
             fn=append,
             signature={name: types[name] for name in append.arg_names},
             constexprs=constexprs,
-            warps=WARPS,
-            stages=STAGES,
-            fusion=False,
+            options=COMPILER,
         )
 
 

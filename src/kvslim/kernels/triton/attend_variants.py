@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 from kvslim.codecs.side import SidePacker
 from kvslim.errors import RecipeError
 from kvslim.kernels.triton.attend import attend_shares, merge_shares
-from kvslim.kernels.triton.configs import FAMILIES, Config, config
-from kvslim.kernels.triton.form import SideForm, power_of_two, side_form, stepped
+from kvslim.kernels.triton.configs import FAMILIES, compiler_options, config
+from kvslim.kernels.triton.form import SideForm, power_of_two, side_form
+from kvslim.kernels.triton.reader import constants
 from kvslim.kernels.triton.targets import Target
-from kvslim.kernels.triton.variant import Variant
+from kvslim.kernels.triton.variant import HEAD_DIMS, Variant
 from kvslim.presets import PRESETS
 from kvslim.recipe import Recipe
 
 if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 _GROUP = 4  # query heads per kv head
 _HEADS = {"KV_HEADS": 8, "GROUP": _GROUP}
+_PLAIN = {"MASK_KIND": "none", "CAUSAL": True, "SOFTCAP": False, "PAGES": False}
 _CHUNK = 128  # query rows of the variant for chunks
 _STRIDES = tuple(f"{name}_{axis}" for name in ("query", "key", "value") for axis in "bht")
 _POINTERS = {
@@ -45,13 +46,9 @@ def variants(target: Target) -> Iterator[Variant]:
             yield _attend(target, head_dim, layout + suffix, key, value, rows)
     for head_dim in HEAD_DIMS:
         lanes = power_of_two(head_dim)
-        constants: dict[str, object] = {
-            **_HEADS,
-            "VALUE_DIM": head_dim,
-            "LANES": lanes,
-            "HAS_SINKS": True,
-        }
-        yield Variant("merge", head_dim, "sums", merge_shares, _signature(merge_shares, constants), constants, 4, 1)
+        settings: dict[str, object] = {**_HEADS, "VALUE_DIM": head_dim, "LANES": lanes, "HAS_SINKS": True}
+        options = {"num_warps": 4, "num_stages": 1}
+        yield Variant("merge", head_dim, "sums", merge_shares, _signature(merge_shares, settings), settings, options)
 
 
 @lru_cache(maxsize=2)
@@ -75,8 +72,8 @@ def forms(arithmetic: bool, widest: int) -> dict[tuple[int, SideForm, SideForm],
 
 def _attend(target: Target, head_dim: int, layout: str, key: SideForm, value: SideForm, rows: int) -> Variant:
     own = config(target.family, max(power_of_two(size) for size in (head_dim, key.width, value.width)), rows)
-    constants = _constants(own, head_dim, stepped(key, own.tokens), stepped(value, own.tokens), target.family)
-    signature = _signature(attend_shares, constants)
+    settings = {**constants(target.family, own, (key, value), (head_dim, head_dim)), **_HEADS, **_PLAIN}
+    signature = _signature(attend_shares, settings)
     signature |= {"QUERY": f"*{key.dot}", "REST": f"*{key.dot}"}
     return Variant(
         kernel="attend",
@@ -84,23 +81,11 @@ def _attend(target: Target, head_dim: int, layout: str, key: SideForm, value: Si
         layout=layout,
         fn=attend_shares,
         signature=signature,
-        constexprs=constants,
-        warps=own.warps,
-        stages=own.stages,
-        registers=FAMILIES[target.family].registers,
+        constexprs=settings,
+        options=compiler_options(target.family, own),
         loop_elements=own.tokens * (key.width + value.width),
         multiples=_STRIDES,
     )
-
-
-def _constants(own: Config, head_dim: int, key: SideForm, value: SideForm, family: str) -> dict[str, object]:
-    lanes = power_of_two(head_dim)
-    return {
-        "K": key, "V": value, "HEAD_DIM": head_dim, "VALUE_DIM": head_dim, **_HEADS,
-        "ROWS_TILE": own.rows, "TOKENS": own.tokens, "EXACT_TOKENS": own.exact_tokens,
-        "LANES": min(own.lanes, lanes), "VALUE_LANES": lanes, "MASK_KIND": "none", "CAUSAL": True, "SOFTCAP": False,
-        "PAGES": False, "LOOKUP": FAMILIES[family].lookup, "RELOAD": own.reload,
-    }  # fmt: skip
 
 
 def _signature(kernel: JITFunction, constants: dict[str, object]) -> dict[str, str]:

@@ -152,7 +152,9 @@ def compile_variant(variant: Variant, target: Target) -> Row:
         excess = f"needs {figures.shared_bytes} bytes of shared memory, {target.name} has {target.shared_bytes}"
     per_element = None
     if figures.loop_instructions and variant.loop_elements:
-        per_element = round(figures.loop_instructions * variant.warps * target.warp_size / variant.loop_elements, 2)
+        per_element = round(
+            figures.loop_instructions * variant.options["num_warps"] * target.warp_size / variant.loop_elements, 2
+        )
     return Row(**own, **_costs(figures), instructions_per_element=per_element, error=excess)
 
 
@@ -176,14 +178,11 @@ def _figures(variant: Variant, target: Target) -> Figures:
             if kind.startswith("*") or name in variant.multiples
         },
     )
-    options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": variant.fusion}
-    if variant.registers:
-        options["maxnreg"] = variant.registers
     place = GPUTarget(target.backend, target.arch, target.warp_size)
     # triton would keep half a megabyte per compilation; a row is all that is wanted
     with TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        compiled = triton.compile(source, target=place, options=options)
+        compiled = triton.compile(source, target=place, options=variant.options)
         shared = compiled.metadata.shared
         if target.backend == "hip":
             return amd_figures(compiled.asm["amdgcn"], shared)

@@ -140,6 +140,13 @@ def config(family: str, width: int, rows: int) -> Config:
     return table[next(size for size in table if size >= width)]
 
 
+def compiler_options(family: str, own: Config) -> dict[str, int]:
+    """What triton's compiler is told, in a launch and ahead of one."""
+    options = {"num_warps": own.warps, "num_stages": own.stages}
+    registers = FAMILIES[family].registers
+    return {**options, "maxnreg": registers} if registers else options
+
+
 def splits(family: str, tokens: int, programs: int, multiprocessors: int) -> int:
     """Shares to cut `tokens` packed tokens into, where one share each makes `programs` programs."""
     own = FAMILIES[family]

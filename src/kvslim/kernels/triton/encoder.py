@@ -22,7 +22,9 @@ from kvslim.transforms.base import Fitted
 from kvslim.transforms.center import Mean, PageMean
 from kvslim.transforms.rotate import Rotation, rotation_matrix, sign_vector
 
-WARPS, STAGES = 4, 1
+WARPS = 4
+# of triton's compiler; a product fused with a sum would round otherwise than the reference
+COMPILER = {"num_warps": WARPS, "num_stages": 1, "enable_fp_fusion": False}
 # of a tile that one thread holds; coding with feedback keeps five such tiles
 _VALUES, _VALUES_WITH_FEEDBACK = 16, 8
 
@@ -83,19 +85,18 @@ def encode(packer: SidePacker, x: torch.Tensor, frozen: Frozen, starts: torch.Te
     factor = carry_steps(metric) if form.feedback and (metric := frozen.factor()) is not None else (vectors, vectors)
     strides = (*x.stride()[:3], vectors.stride(0), vectors.stride(1) if vectors.shape[1] > 1 else 0, head_dim)
     settings = constants(form, warp_size(x.device))
-    compiler = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False}
     sums = vectors
     if form.mean:
         sums = x.new_empty((blocks, heads, settings["APART"], head_dim), dtype=torch.float32)
         append_sums[(settings["APART"], heads, blocks)](
-            x, vectors, prepared.matrix, pages, sums, heads, tokens, *strides, **_own(append_sums, settings), **compiler
+            x, vectors, prepared.matrix, pages, sums, heads, tokens, *strides, **_own(append_sums, settings), **COMPILER
         )  # fmt: skip
     scale = next(parts[name] for name in ("token", "channel", "block") if name in parts)
     zero = next((parts[name] for name in ("zero", "offset", "block") if name in parts), scale)
     programs = -(-tokens // settings["T"]) if form.over == "group" else 1
     append[(programs, heads, blocks)](
         x, vectors, prepared.matrix, pages, sums, *factor, prepared.edges, prepared.levels, prepared.multiples,
-        parts["code"], scale, zero, heads, tokens, *strides, prepared.scale_by, **_own(append, settings), **compiler
+        parts["code"], scale, zero, heads, tokens, *strides, prepared.scale_by, **_own(append, settings), **COMPILER
     )  # fmt: skip
     return PackedBlock(packer.layout, parts)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvslim.kernels.triton.attend import attend_shares, merge_shares
-from kvslim.kernels.triton.configs import FAMILIES, config, splits
+from kvslim.kernels.triton.configs import FAMILIES, Config, compiler_options, config, splits
 from kvslim.kernels.triton.form import (
     ADDRESSES,
     NoTritonFormError,
+    SideForm,
     kernel_table,
     part_names,
     power_of_two,
@@ -193,21 +195,15 @@ class Reader:
         sums = query.new_empty(batch, self.kv_heads, count, shares + exact_shares, width, dtype=torch.float32)
         state = query.new_empty(batch, self.kv_heads, count, shares + exact_shares, 2, dtype=torch.float32)
         kind, seen, strides = _mask_arguments(mask, query)
-        registers = FAMILIES[self.family].registers
-        compiler = {"maxnreg": registers} if registers else {}
+        forms = (self.key, self.value) if queries is not None else (None, None)
         attend_shares[tiles * (shares + exact_shares), self.kv_heads, batch](
             *packed, self._addresses, rows.blocks, *self._tables, query, *stored, *chunk, rows.counts, seen, rows.holes,
             sums, state, count, first_query, chunk[0].shape[2], length, rows.blocks.shape[1], rows.holes.shape[1],
             shares, exact_shares, stored[0].shape[2], width, *query.stride()[:3], *chunk[0].stride()[:3],
             *chunk[1].stride()[:3], *strides, scaling, softcap or 0.0,
-            K=None if queries is None else stepped(self.key, own.tokens),
-            V=None if queries is None else stepped(self.value, own.tokens),
-            HEAD_DIM=self.head_dims[0], VALUE_DIM=self.head_dims[1], KV_HEADS=self.kv_heads, GROUP=group,
-            ROWS_TILE=own.rows, TOKENS=own.tokens, EXACT_TOKENS=own.exact_tokens, LANES=min(own.lanes, lanes[0]),
-            VALUE_LANES=lanes[1], MASK_KIND=kind, CAUSAL=causal and mask is None, SOFTCAP=softcap is not None,
-            PAGES=queries is not None and queries.pages is not None, LOOKUP=FAMILIES[self.family].lookup,
-            RELOAD=own.reload,
-            num_warps=own.warps, num_stages=own.stages, **compiler,
+            **constants(self.family, own, forms, self.head_dims), KV_HEADS=self.kv_heads, GROUP=group, MASK_KIND=kind,
+            CAUSAL=causal and mask is None, SOFTCAP=softcap is not None,
+            PAGES=queries is not None and queries.pages is not None, **compiler_options(self.family, own),
         )  # fmt: skip
         return self._merge(sums, state, sinks, shares, exact_shares, group)
 
@@ -266,3 +262,17 @@ def _mask_arguments(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[str
     )
     kind = "bool" if mask.dtype == torch.bool else "float"
     return kind, mask.view(torch.uint8) if kind == "bool" else mask, (batch, head, position)
+
+
+def constants(
+    family: str, own: Config, forms: tuple[SideForm | None, SideForm | None], head_dims: tuple[int, int]
+) -> dict[str, Any]:
+    """Compile-time arguments of `attend_shares` that follow from what is stored; no forms where nothing is packed."""
+    key, value = (None if form is None else stepped(form, own.tokens) for form in forms)
+    lanes, value_lanes = (power_of_two(size) for size in head_dims)
+    return {
+        "K": key, "V": value, "HEAD_DIM": head_dims[0], "VALUE_DIM": head_dims[1],
+        "ROWS_TILE": own.rows, "TOKENS": own.tokens, "EXACT_TOKENS": own.exact_tokens,
+        "LANES": min(own.lanes, lanes), "VALUE_LANES": value_lanes,
+        "LOOKUP": FAMILIES[family].lookup, "RELOAD": own.reload,
+    }  # fmt: skip

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
 
 
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # that kernels are compiled for ahead
+
+
 @dataclass(frozen=True)
 class Variant:
     """One compilation of one kernel, for ``triton.compile(ASTSource(fn, signature, ...), options=...)``.
@@ -25,16 +28,12 @@ class Variant:
         Triton type of every argument by name (``*fp16``, ``i32``); ``constexpr`` for those in `constexprs`. Pointers
         are aligned to 16 bytes.
     constexprs : dict of str to object
-    warps, stages : int
-        ``num_warps`` and ``num_stages`` of the compilation.
-    registers : int
-        ``maxnreg``; 0 leaves it to the compiler.
+    options : dict of str to int
+        Of triton's compiler: ``num_warps``, ``num_stages`` ...
     loop_elements : int
         KV elements that one pass of the main loop reads or writes, all threads of a program together; 0 if it has none.
     multiples : tuple of str
         Integers that are multiples of 16 in real calls, for which triton compiles vector loads.
-    fusion : bool
-        Whether products may be fused with sums; not where bytes must equal the reference's.
     """
 
     kernel: str
@@ -43,9 +42,6 @@ class Variant:
     fn: JITFunction
     signature: dict[str, str]
     constexprs: dict[str, object]
-    warps: int
-    stages: int
-    registers: int = 0
+    options: dict[str, int]
     loop_elements: int = 0
     multiples: tuple[str, ...] = ()
-    fusion: bool = True
